@@ -84,8 +84,7 @@ from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import RoundDone
-from cloister.server.round.evaluate import nowhere
-from cloister.server.round.gate import Gate
+from cloister.server.round.evaluate import Evaluations, nowhere
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
 from cloister.server.sum.channel import Failure
@@ -364,10 +363,9 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
             optimizer = ServerOptimizer(plan.server, np.zeros(size, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")
-            gate = Gate(plan.server.gate, nowhere)
             sums = Sums.over(plan, model.layout, b"")
             party = Party(sums, "run", roster, members, journal, kept, lambda event: None)
-            context = RoundContext(party, checkpoints, optimizer, gate)
+            context = RoundContext(party, checkpoints, optimizer, Evaluations(nowhere))
             for number in range(1, rounds + 2):
                 before = optimizer.weights.copy()
                 start = time.perf_counter()

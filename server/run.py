@@ -46,8 +46,7 @@ from cloister.server.record.progress import (
     Started,
 )
 from cloister.server.record.public import base_of
-from cloister.server.round.evaluate import Evaluation, at_coordinator, at_sites, nowhere
-from cloister.server.round.gate import Gate
+from cloister.server.round.evaluate import Evaluation, Evaluations, at_coordinator, at_sites, nowhere
 from cloister.server.round.noise import kept_noise
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
@@ -145,8 +144,8 @@ def run(
         optimizer = ServerOptimizer(plan.server, weights, state, model.layout)
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
-        gate = Gate(plan.server.gate, _evaluation(party, model, evaluation or plan.server.evaluation))
-        context = RoundContext(party, checkpoints, optimizer, gate, released)
+        evaluations = Evaluations(_evaluation(party, model, evaluation or plan.server.evaluation))
+        context = RoundContext(party, checkpoints, optimizer, evaluations, released)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)

@@ -18,8 +18,6 @@ STALENESS, TOO_STALE = "staleness", "too_stale"
 
 class _AtCoordinator(AtCoordinator):
     def figures(self, sums: Sequence[Summed]) -> Figures:
-        if not sums:
-            return {}
         (summed,) = sums
         ages = [age for each in summed.noted[STALENESS].values() for age in each]
         return {

@@ -233,7 +233,7 @@ class _AtCoordinator(AtCoordinator):
 
     def figures(self, sums: Sequence[Summed]) -> Figures:
         taken = [steps for summed in sums for _, steps in steps_in(summed.told_by(NAME))]
-        return {"least_steps": min(taken), "most_steps": max(taken)} if taken else {}
+        return {"least_steps": min(taken), "most_steps": max(taken)}
 
 
 FEATURE = Feature(

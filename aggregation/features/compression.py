@@ -447,13 +447,7 @@ class _AtSite(AtSite):
             left = residuals(secrets.carry, self.bounds, layout.blocks)
         weighted, temperature = aggregation.weighting == "tokens", aggregation.temperature
         return Compressed(
-            layout,
-            secrets.rounding,
-            weighted,
-            temperature,
-            factor,
-            bounds=self.bounds,
-            residuals=left,
+            layout, secrets.rounding, weighted, temperature, factor, bounds=self.bounds, residuals=left
         )
 
 

@@ -33,6 +33,7 @@ from cloister.protocol.messages.messages import ByFeature
 from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:  # torch and dp-accounting take seconds to import, and displays need the figures alone
+    from cloister.lm.tasks.evaluate import HeldOut
     from cloister.lm.training.moments import Carry
     from cloister.privacy.accounting.terms import Terms
 
@@ -202,15 +203,13 @@ class AtSite:
 
 @dataclass(frozen=True)
 class Summed:
-    """A sum of a round that was opened, as features see it."""
+    """A sum of a round that was opened, as features see it: all but its mean, which may lack a coordinator's noise."""
 
     round: int
     group: int
     """From 0."""
     names: tuple[str, ...]
     """Sites whose vectors are in it, sorted."""
-    mean: Floats
-    """As the code of the updates opens it; a hook may overwrite it."""
     counters: Mapping[str, int]
     told: ByFeature
     """What its sites were told."""
@@ -285,8 +284,13 @@ class AtCoordinator:
     def recall(self, noted: Any) -> None:
         """Take what `timed` returned, in this process or an earlier one."""
 
-    def decode(self, summed: Summed) -> Floats | None:
-        """7, end. The mean of a sum that was opened, (d,) float32; None: as without this feature."""
+    def decode(self, summed: Summed, mean: Floats) -> Floats | None:
+        """7, end. The mean of a sum as it is released, (d,) float32; None: as without this feature.
+
+        Args:
+            summed: The sum.
+            mean: As the code of the updates opens it; it may be overwritten. No other hook gets it.
+        """
         return None
 
     def combine(self, means: Sequence[Floats]) -> Floats | None:
@@ -301,14 +305,43 @@ class AtCoordinator:
             sums: The sums of which it was made.
         """
 
-    def after_step(self) -> None:
-        """8, end: the mean has changed the model. After a mean that a gate refuses this is not called."""
-
-    def figures(self, sums: Sequence[Summed]) -> Figures:
-        """The feature's figures of a round; one without a value is left out.
+    def figures_of_mean(self, mean: Floats) -> Figures:
+        """8, before the server's step, which overwrites the mean: the feature's figures of it.
 
         Args:
-            sums: The round's opened sums; none in a round that was abandoned.
+            mean: (d,) float32: the round's, as it is released; read-only.
+        """
+        return {}
+
+    def refuses_mean(self, norm: float) -> str:
+        """8, before the server's step: why the mean must not change the model; empty: it may.
+
+        Args:
+            norm: The L2 norm of the round's mean.
+        """
+        return ""
+
+    def compares(self) -> bool:
+        """Whether `refuses_model` is asked: then the model is evaluated before and after each step, on public data."""
+        return False
+
+    def refuses_model(self, before: HeldOut, after: HeldOut) -> str:
+        """8, after the server's step: why the model must be that of the round before; empty: it need not.
+
+        Args:
+            before: The evaluation of the model of the round before.
+            after: That of the model after the step.
+        """
+        return ""
+
+    def after_step(self) -> None:
+        """8, end: the mean has changed the model. After a mean or a model that was refused this is not called."""
+
+    def figures(self, sums: Sequence[Summed]) -> Figures:
+        """8, end: the feature's other figures of the round; one without a value is left out.
+
+        Args:
+            sums: The sums of which the mean was made.
         """
         return {}
 

@@ -50,7 +50,7 @@ class _AtCoordinator(AtCoordinator):
         return median(means)
 
     def figures(self, sums: Sequence[Summed]) -> Figures:
-        return {"groups": [summed.group + 1 for summed in sums]} if sums else {}
+        return {"groups": [summed.group + 1 for summed in sums]}
 
 
 FEATURE = Feature(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from cloister.aggregation.features import (
     asynchronous,
     balance,
     compression,
+    gate,
     groups,
     in_clear,
     site_unit,
@@ -35,6 +37,11 @@ from cloister.protocol.errors import RunFolderError, UpdateError
 from cloister.protocol.figure import Figure
 from cloister.protocol.messages.messages import ByFeature
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from cloister.lm.tasks.evaluate import HeldOut
+
+T = TypeVar("T")
+
 FEATURES: tuple[Feature, ...] = (
     in_clear.FEATURE,
     site_unit.FEATURE,
@@ -42,6 +49,7 @@ FEATURES: tuple[Feature, ...] = (
     balance.FEATURE,
     groups.FEATURE,
     asynchronous.FEATURE,
+    gate.FEATURE,
 )
 """Of several that make a layout, a code or a mean, the last one of a plan does."""
 
@@ -101,10 +109,7 @@ class Orders:
     @property
     def factor(self) -> float:
         """What the trained update is scaled by before it is coded."""
-        factor = 1.0
-        for half in self.halves:
-            factor *= half.factor()
-        return factor
+        return math.prod(half.factor() for half in self.halves)
 
     @property
     def timed(self) -> bool:
@@ -167,10 +172,7 @@ class Coordinated:
 
     def bounds(self, told: ByFeature) -> Floats | None:
         """The bounds by which a sum's blocks are decoded; None: its layout has none."""
-        for name, each in told:
-            if (bounds := self._halves[name].bounds(each)) is not None:
-                return bounds
-        return None
+        return _first((self._halves[name].bounds(each) for name, each in told), None)
 
     def timed(self, trainings: Mapping[str, tuple[ByFeature, float]]) -> dict[str, Any]:
         """What the times of a sum's sites say, by feature, for the journal; then `recall` gets it.
@@ -192,25 +194,39 @@ class Coordinated:
         for name, each in noted.items():
             self._halves[name].recall(each)
 
-    def decode(self, summed: Summed) -> Floats:
-        """7, end. The mean of a sum that was opened, (d,) float32."""
-        for half in self._halves.values():
-            if (mean := half.decode(summed)) is not None:
-                return mean
-        return summed.mean
+    def decode(self, summed: Summed, mean: Floats) -> Floats:
+        """7, end. The mean of a sum as it is released, (d,) float32; `mean` is what was opened, and overwritten."""
+        return _first((half.decode(summed, mean) for half in self._halves.values()), mean)
 
     def combine(self, means: Sequence[Floats]) -> Floats:
         """7, end. One mean of those of a round's sums, which may be overwritten."""
-        for half in self._halves.values():
-            if (mean := half.combine(means)) is not None:
-                return mean
-        (mean,) = means
-        return mean
+        return _first((half.combine(means) for half in self._halves.values()), means[0])
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
         """8, before the server's step; as `AtCoordinator.before_step`."""
         for half in self._halves.values():
             half.before_step(mean, sums)
+
+    def figures_of_mean(self, mean: Floats) -> Figures:
+        """8, before the server's step: the figures of the round's mean, which no feature can write to."""
+        seen = np.asarray(mean.data.toreadonly())
+        return {
+            name: value
+            for half in self._halves.values()
+            for name, value in half.figures_of_mean(seen).items()
+        }
+
+    def refuses_mean(self, norm: float) -> str:
+        """8, before the server's step: why a mean of that norm must not change the model; empty: it may."""
+        return _first((half.refuses_mean(norm) or None for half in self._halves.values()), "")
+
+    def compares(self) -> bool:
+        """Whether `refuses_model` needs evaluations."""
+        return any(half.compares() for half in self._halves.values())
+
+    def refuses_model(self, before: HeldOut, after: HeldOut) -> str:
+        """8, after the server's step; as `AtCoordinator.refuses_model`."""
+        return _first((half.refuses_model(before, after) or None for half in self._halves.values()), "")
 
     def after_step(self) -> None:
         """8, end: the mean has changed the model."""
@@ -218,11 +234,8 @@ class Coordinated:
             half.after_step()
 
     def figures(self, sums: Sequence[Summed]) -> Figures:
-        """The figures of a round; `sums` are its opened sums, none in a round that was abandoned."""
-        found: Figures = {}
-        for half in self._halves.values():
-            found |= half.figures(sums)
-        return found
+        """8, end: the other figures of a round; `sums` are those of which its mean was made."""
+        return {name: value for half in self._halves.values() for name, value in half.figures(sums).items()}
 
     def state(self) -> dict[str, npt.NDArray[np.float64]]:
         """What the next round depends on, for the checkpoint, by `feature/name`."""
@@ -249,3 +262,8 @@ class Coordinated:
             half.restore(
                 {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             )
+
+
+def _first(found: Iterable[T | None], otherwise: T) -> T:
+    """The first that there is; those after it are not asked for."""
+    return next((each for each in found if each is not None), otherwise)

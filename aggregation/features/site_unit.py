@@ -136,15 +136,15 @@ class _AtCoordinator(AtCoordinator):
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
         return told_clip(self._clip)
 
-    def decode(self, summed: Summed) -> Floats:
+    def decode(self, summed: Summed, mean: Floats) -> Floats:
         noise, sites, whole = self._noise(summed.round), summed.counters[WEIGHT], self._mechanism
-        mechanism = whole.on(summed.mean.size - (whole.size - whole.dimension))
+        mechanism = whole.on(mean.size - (whole.size - whole.dimension))
         if isinstance(noise, NoiseStream):
             if self.plan.aggregation.groups > 1:
                 noise = noise.child(f"group {summed.group}")
             if not self._mechanism.variance:
-                noise = of_sum(noise, summed.mean, self._clip, sites, summed.names)
-        mean, clip = mechanism.decode(summed.mean, sites, self._clip, noise)
+                noise = of_sum(noise, mean, self._clip, sites, summed.names)
+        mean, clip = mechanism.decode(mean, sites, self._clip, noise)
         self._next.append(clip)
         return mean
 

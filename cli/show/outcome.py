@@ -75,11 +75,7 @@ def to_json(
         "command_seconds": seconds,
         "phase_seconds": dict(outcome.phase_seconds),
         "round_seconds": outcome.round_seconds,
-        **{
-            figure.name: outcome.figures.get(figure.name)
-            for figure in (*EVALUATED, *FIGURES)
-            if figure.name != "loss"
-        },
+        **outcome.values((*EVALUATED, *FIGURES)),
         "tokens": outcome.tokens or None if label == "token" else None,
         "texts": outcome.tokens or None if label == "text" else None,
         "gate_refused": outcome.gate_refused,

@@ -218,13 +218,15 @@ def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measu
 
     if arguments.json:
         found = {"run": arguments.run, "folder": str(target), "text": text}
-        print(json.dumps(found | {"before": asdict(before), "after": asdict(after)}))
+        facts = {name: asdict(each) for name, each in (("before", before), ("after", after))}
+        print(json.dumps(found | {name: each | each.pop("figures") for name, each in facts.items()}))
         return
     from rich.table import Table
     from rich.text import Text
 
     from cloister.cli.show.console import PipedConsole
     from cloister.cli.verbs.plan import size
+    from cloister.lm.tasks.figures import FIGURES
 
     table = Table()
     table.add_column()
@@ -233,8 +235,9 @@ def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measu
     both = (before, after)
     table.add_row("weights on disk", *(size(each.weight_bytes) for each in both))
     table.add_row("weights that are zero", *(f"{each.zeros:.1%}" for each in both))
-    table.add_row("loss, nats per token", *(f"{each.loss:.4f}" for each in both))
-    table.add_row("bits per byte", *(f"{each.bits_per_byte:.4f}" for each in both))
+    for figure in FIGURES:
+        if figure.name in before.figures:
+            table.add_row(figure.named("token"), *(figure.shown(each.figures[figure.name]) for each in both))
     table.add_row("tokens/s", *(f"{each.tokens_per_second:,.0f}" for each in both))
     console = PipedConsole()
     console.print(table)

@@ -73,14 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         fix = f"move {files.final} away, and make it again: {files.resume_command()}"
         raise RunFolderError(str(files.final), expected=error.expected, fix=fix) from error
+    from cloister.lm.tasks.figures import FIGURES
+
     confusion = figures.confusion
     facts = claim_facts(report) | {
         "run": str(source),
         "folder": str(target),
         "form": forms[0],
         "final_loss": figures.final_loss,
-        "bits_per_byte": figures.figures.get("bits_per_byte"),
-        "accuracy": figures.figures.get("accuracy"),
+        **figures.values(FIGURES),
         "classification": None if confusion is None else confusion.to_json(plan.data.outcomes),
         "params_sha256": figures.params_sha256,
     }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from cloister.lm.model.model import (
     takes_positions,
 )
 from cloister.lm.tasks.evaluate import evaluate, subset, to_device
+from cloister.lm.tasks.figures import figures_of
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.prerequisites import check_extra
@@ -52,10 +53,8 @@ class Measured:
     """Bytes of its weights on disk."""
     zeros: float
     """Fraction of its weights that are zero."""
-    loss: float
-    """Held-out loss, nats per token."""
-    bits_per_byte: float
-    """The same in bits per byte of text."""
+    figures: Mapping[str, Any]
+    """Those of its evaluation, by name (`lm/tasks/figures.py`)."""
     tokens_per_second: float
     """Tokens that go forward in a second, in batches, on this machine."""
 
@@ -78,8 +77,7 @@ def measure(folder: Path, sequences: Sequences, batch_size: int) -> Measured:
     return Measured(
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         zeros=zeros / max(1, sum(tensor.numel() for tensor in state)),
-        loss=found.loss,
-        bits_per_byte=found.bits_per_byte,
+        figures=figures_of(found, classified=False),
         tokens_per_second=sequences.tokens.size / seconds,
     )
 

@@ -413,6 +413,11 @@ class AggregationSection(Section):
     Poisoned sites in fewer than half of the groups in the median do not choose the median. The coordinator learns the
     sum of each group. 1: no groups, and the model moves by the mean."""
 
+    @property
+    def few_bits(self) -> str:
+        """The section, if any, by which a value of an update has fewer bits than its steps of `bound` would need."""
+        return "aggregation.compression" if self.compression is not None else ""
+
 
 class AdaptiveSection(Section):
     """Adaptive clipping (Andrew et al. 2021): the clipping norm follows a quantile of the sites' update norms."""

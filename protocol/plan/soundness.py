@@ -219,7 +219,7 @@ def _of_sum(plan: Plan) -> Iterator[Refusal]:
             "aggregation.ring_bits",
             f"a ring in which the sum of {sites} sites cannot overflow",
             "set aggregation.ring_bits = 32"
-            if plan.aggregation.compression is None
+            if not plan.aggregation.few_bits
             else "set aggregation.ring_bits = 16, or lower cohort.fraction",
             "mask",
         )
@@ -314,16 +314,16 @@ def _of_groups(plan: Plan) -> Iterator[Refusal]:
 def _of_compression(plan: Plan) -> Iterator[Refusal]:
     """Few bits where they would destroy the updates, save nothing, or break a guarantee."""
     aggregation = plan.aggregation
-    compression, bits = aggregation.compression, aggregation.ring_bits
-    few = compression is not None or bits == 8
+    compression, bits, named = aggregation.compression, aggregation.ring_bits, aggregation.few_bits
+    few, section = bool(named) or bits == 8, f"[{named or 'aggregation.compression'}]"
     if plan.privacy.unit == "site" and few:
         levels, size = (2 ** (bits - 1) - 1) // plan.cohort.size(), 10**6
         inflated = math.sqrt(levels**2 + size / 4) / levels
         yield Refusal(
-            "aggregation.compression" if compression is not None else "aggregation.ring_bits",
+            named or "aggregation.ring_bits",
             f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
             f"makes the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
-            "remove [aggregation.compression], and set aggregation.ring_bits = 32",
+            f"remove {section}, and set aggregation.ring_bits = 32",
             "charge",
         )
     local = plan.local

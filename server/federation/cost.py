@@ -14,11 +14,11 @@ from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.threshold import Parameters
+from cloister.server.round.optimizer import moments
 
 _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
 _SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
-_OPTIMIZER_VECTORS = {"fedavg": 0, "nesterov": 1, "adam": 2}
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,13 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
     sums = plan.aggregation.groups
-    vectors = 1 + _OPTIMIZER_VECTORS[plan.server.optimizer]  # with the weights
-    if (
-        plan.cohort.mode == "async"
-    ):  # a sum for each model of which an update is in the buffer, and the mean of all
+    vectors = 1 + moments(plan.server) + bool(plan.public.source)  # with the weights
+    if plan.cohort.mode == "async":  # a sum for each model with an update in the buffer, and the mean of all
         updates = plan.quorum()
         sums = min(updates, 1 + plan.cohort.most_stale())
         vectors += plan.cohort.sites + (sums > 1)
     if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
         vectors += sums
-    vectors += bool(plan.public.source)
     return Cost(
         parameters=parameters,
         trained_parameters=trained,

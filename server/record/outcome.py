@@ -76,6 +76,10 @@ class Outcome:
             if figure.name != "loss" and (shown := figure.shown(self.figures.get(figure.name))):
                 yield figure.named(label), shown
 
+    def values(self, figures: Sequence[Figure]) -> dict[str, Any]:
+        """Figures of the run but its loss, as JSON has them; None for one that there is not."""
+        return {figure.name: self.figures.get(figure.name) for figure in figures if figure.name != "loss"}
+
     @property
     def tokens_per_second(self) -> float:
         """`tokens` / `round_seconds`."""
@@ -116,13 +120,8 @@ def outcome(files: RunFiles) -> Outcome:
         gate_refused=sum(bool(row.get("refused")) for row in rows),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),
-        confusion=_confusion(final),
+        confusion=Confusion(tuple(map(tuple, final[CONFUSION]))) if final.get(CONFUSION) else None,
     )
-
-
-def _confusion(row: Mapping[str, Any]) -> Confusion | None:
-    counts = row.get(CONFUSION)
-    return None if counts is None else Confusion(tuple(map(tuple, counts)))
 
 
 _LARGE = 10**9  # bytes, which take a second to read where they are not in memory

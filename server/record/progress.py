@@ -197,7 +197,7 @@ class RoundDone:
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`phases.py`) since this process wrote a line of metrics, before this round's checkpoint."""
     refused: str = ""
-    """Why the gate refused the mean, so that the model is that of the round before; empty: it did not. The sum was
+    """Why a feature refused the mean, so that the model is that of the round before; empty: none did. The sum was
     released and is charged."""
     label: str = "token"
     """What a plan learns from: each `token`, or each `text` that is classified."""

@@ -33,6 +33,34 @@ Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
 """From a round and its model to the sums on held-out records; None without an evaluation."""
 
 
+class Evaluations:
+    """The last two evaluations, so that the model after a round is evaluated once.
+
+    Args:
+        evaluate: Evaluates the model after a round.
+    """
+
+    def __init__(self, evaluate: Evaluation) -> None:
+        self._evaluate = evaluate
+        self._known: dict[int, HeldOut | None] = {}
+
+    def of(self, number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
+        """The evaluation of the model after a round.
+
+        Args:
+            number: The round; 0: the initial model.
+            weights: (d,) float32, the model after it.
+        """
+        if number not in self._known:
+            self._known = {known: found for known, found in self._known.items() if known == number - 1}
+            self._known[number] = self._evaluate(number, weights)
+        return self._known[number]
+
+    def repeat(self, number: int) -> None:
+        """Take the model after a round for that of the round before: its step was undone."""
+        self._known[number] = self._known[number - 1]
+
+
 def at_sites(party: Party) -> Evaluation:
     """Evaluation by a cohort, each site on its own held-out records, weighted by their labels."""
 

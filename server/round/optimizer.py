@@ -150,3 +150,10 @@ class ServerOptimizer:
                 return torch.optim.Adam(
                     [part], lr=section.learning_rate, betas=section.betas, eps=section.epsilon
                 )
+
+
+def moments(section: ServerSection) -> int:
+    """Vectors of the model's size that an optimizer keeps beside the model: those after a step of one parameter."""
+    optimizer = ServerOptimizer(section, np.zeros(1, np.float32))
+    optimizer.step(np.zeros(1, np.float32))
+    return len(optimizer.state().keys() - {_STEPS})

@@ -11,8 +11,8 @@
 7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
    noise adds it here, as a function of the run's key, the round and, unless it is correlated, the sum: a sum that is
    opened again gets the same noise (`noise.py`).
-8. Server step: the mean is a pseudo-gradient for the server's optimizer. A mean that the plan's gate refuses leaves
-   model and optimizer as they were (`gate.py`).
+8. Server step: the mean is a pseudo-gradient for the server's optimizer. A feature may refuse the mean, or the model
+   after the step; then model and optimizer are as they were.
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
    has left this process, and once it is, the round is not repeated (`checkpoint.py`).
 
@@ -37,13 +37,14 @@ import numpy as np
 
 from cloister.aggregation.features.feature import Summed
 from cloister.aggregation.vector.rotation import Floats
+from cloister.lm.tasks.evaluate import HeldOut
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages.messages import TRAIN
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.round.gate import Gate
+from cloister.server.round.evaluate import Evaluations
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.sum.party import Party
 from cloister.server.sum.sum import sums_over
@@ -57,11 +58,15 @@ class RoundContext:
     party: Party
     checkpoints: Checkpoints
     optimizer: ServerOptimizer
-    gate: Gate
-    """Judges the mean, and evaluates the model."""
+    evaluations: Evaluations
     released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None
     """Receives the mean of each sum with the noise of the round, before anything else is computed from it: the group
     (from 0), shape (d,) float32, and the sites in it."""
+
+    def held_out(self, number: int) -> HeldOut | None:
+        """The evaluation of the model after a round, made once, while it is the newest; None: there is none."""
+        with self.party.phases.during(Phase.EVALUATE):
+            return self.evaluations.of(number, self.optimizer.weights)
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -87,11 +92,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     totals = {each.group: total for each, total in zip(wanted, made, strict=True) if isinstance(total, Total)}
     done: RoundDone | RoundAbandoned
     if 2 * len(totals) > len(cohorts):
-        sums = [total.summed(wanted[group]) for group, total in totals.items()]
-        # 7, end, and 8.
-        norm, refused = _step(context, number, sums)
+        sums = [(total.summed(wanted[group]), total) for group, total in totals.items()]
         lost = sum(len(cohort) for group, cohort in enumerate(cohorts) if group not in totals)
-        done = _done(context, number, made, sums, lost=lost, norm=norm, refused=refused)
+        # 7, end, and 8.
+        done = _done(context, number, made, sums, lost)
     else:
         done = _abandoned(context, number, made)
     # 9. Checkpoint, then journal.
@@ -110,14 +114,30 @@ def _done(
     context: RoundContext,
     number: int,
     made: Sequence[Total | Failed],
-    sums: Sequence[Summed],
-    *,
+    sums: Sequence[tuple[Summed, Total]],
     lost: int,
-    norm: float,
-    refused: str,
 ) -> RoundDone:
-    """The facts of a round whose mean was made; `lost` sites are in groups without a sum."""
-    party, totals = context.party, [total for total in made if isinstance(total, Total)]
+    """7, end: the mean of the round, with its noise. 8: step by it. Returns the facts of the round.
+
+    Args:
+        context: The run.
+        number: The round.
+        made: Its sums as they ended.
+        sums: Those that were opened, whose means are overwritten.
+        lost: Sites in groups without a sum.
+    """
+    party, features, means = context.party, context.party.features, []
+    seen, totals = [summed for summed, _ in sums], [total for _, total in sums]
+    for summed, total in sums:
+        means.append(features.decode(summed, total.opened.mean))
+        context.released(summed.group, means[-1], total.sites)
+    mean = features.combine(means)
+    norm = float(np.linalg.norm(mean))
+    features.before_step(mean, seen)
+    figures = features.figures_of_mean(mean)
+    refused = features.refuses_mean(norm) or _step(context, number, mean, seen[0].rounds)
+    if not refused:
+        features.after_step()
     return RoundDone(
         round=number,
         attempts=max(result.attempts for result in made),
@@ -131,7 +151,7 @@ def _done(
         refused=refused,
         label=party.plan.data.label,
         behind=lost > 0 or any(total.behind for total in totals) if party.plan.carries else None,
-        figures=party.features.figures(sums),
+        figures=figures | features.figures(seen),
     )
 
 
@@ -169,32 +189,20 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
     )
 
 
-def _step(context: RoundContext, number: int, sums: Sequence[Summed]) -> tuple[float, str]:
-    """7, end: the mean of the round, with its noise. 8: step by it.
-
-    Returns:
-        The norm of the mean, and why the gate refused it, with the model unchanged, or ''.
-    """
-    gate, optimizer = context.gate, context.optimizer
-    features, phases = context.party.features, context.party.phases
-    means = []
-    for summed in sums:
-        mean = features.decode(summed)
-        context.released(summed.group, mean, len(summed.names))
-        means.append(mean)
-    mean = features.combine(means)
-    norm = float(np.linalg.norm(mean))
-    features.before_step(mean, sums)
-    if refused := gate.of_mean(norm):
-        return norm, refused
-    with phases.during(Phase.EVALUATE):
-        gate.before(number, optimizer.weights)
-    optimizer.step(mean, context.party.sums.trained_in(sums[0].rounds))
-    with phases.during(Phase.EVALUATE):
-        refused = gate.of_model(number, optimizer.weights)
-    if refused:  # the step was made in the only copy of the model
-        before = context.checkpoints.load(number - 1)
-        optimizer.restore(before.weights, before.optimizer)
-    else:
-        features.after_step()
-    return norm, refused
+def _step(context: RoundContext, number: int, mean: Floats, rounds: Sequence[int]) -> str:
+    """8: step by the mean of updates of the models of some rounds. Returns why the step was undone, or ''."""
+    features, optimizer = context.party.features, context.optimizer
+    part = context.party.sums.trained_in(rounds)
+    if not features.compares():
+        optimizer.step(mean, part)
+        return ""
+    before = context.held_out(number - 1)
+    optimizer.step(mean, part)
+    after = context.held_out(number)
+    assert before is not None, "a sound plan whose features compare models has public records"
+    assert after is not None, "a sound plan whose features compare models has public records"
+    if refused := features.refuses_model(before, after):  # the step was made in the only copy of the model
+        kept = context.checkpoints.load(number - 1)
+        optimizer.restore(kept.weights, kept.optimizer)
+        context.evaluations.repeat(number)
+    return refused

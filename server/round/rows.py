@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cloister.lm.tasks.figures import figures_of
 from cloister.server.record.folder import RunFolder
-from cloister.server.record.phases import Phase, added
+from cloister.server.record.phases import added
 from cloister.server.record.progress import Evaluated
 from cloister.server.record.tracking import scalars
 from cloister.server.round.round import RoundContext
@@ -57,8 +57,7 @@ class Rows:
     def _evaluated(self, number: int) -> dict[str, Any]:
         """The figures of the model after a round, observed; empty without an evaluation."""
         context = self._context
-        with context.party.phases.during(Phase.EVALUATE):
-            held_out = context.gate.held_out(number, context.optimizer.weights)
+        held_out = context.held_out(number)
         if held_out is None:
             return {}
         found = figures_of(held_out, classified=context.party.plan.data.task == "classify")

@@ -56,10 +56,10 @@ class Total:
         return len(self.names)
 
     def summed(self, wanted: Wanted) -> Summed:
-        """It, as features see it; the mean is not copied."""
+        """It, as features see it."""
         opened, rounds = self.opened, self.opened.rounds or (wanted.round,)
-        mean, counters = opened.mean, opened.counters
-        return Summed(wanted.round, wanted.group, self.names, mean, counters, self.told, self.noted, rounds)
+        counters = opened.counters
+        return Summed(wanted.round, wanted.group, self.names, counters, self.told, self.noted, rounds)
 
 
 @dataclass(frozen=True)

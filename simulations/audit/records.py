@@ -229,8 +229,8 @@ class RecordGame:
             total = PlainSum(part.training)
             total.add([(0, np.concatenate(sent[0].spans))])
             opened = total.open(features.bounds(by_feature))
-            summed = Summed(number, 0, names, opened.mean, opened.counters, by_feature, {}, (number,))
-            mean = features.combine([features.decode(summed)])
+            summed = Summed(number, 0, names, opened.counters, by_feature, {}, (number,))
+            mean = features.combine([features.decode(summed, opened.mean)])
             features.before_step(mean, [summed])
             weights = weights + (
                 mean if part.trained is None else self.model.layout.spread(mean, part.trained)

@@ -36,8 +36,7 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, RoundDone, Started
-from cloister.server.round.evaluate import nowhere
-from cloister.server.round.gate import Gate
+from cloister.server.round.evaluate import Evaluations, nowhere
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
 from cloister.server.run import run
@@ -171,7 +170,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
             party,
             Checkpoints(tmp_path / "checkpoints", layout, 1),
             ServerOptimizer(plan.server, np.zeros(D, np.float32)),
-            Gate(plan.server.gate, nowhere),
+            Evaluations(nowhere),
         )
         rounds = iter((1, 2, 3))
 

@@ -26,7 +26,7 @@ from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
-from cloister.server.round.optimizer import ServerOptimizer
+from cloister.server.round.optimizer import ServerOptimizer, moments
 
 SITES = [f"site-{index:03d}" for index in range(40)]
 
@@ -105,6 +105,11 @@ def test_adam_follows_its_formula() -> None:
         first, second = 0.9 * first - 0.1 * update, 0.99 * second + 0.01 * update.astype(np.float64) ** 2
         weights -= 0.1 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.99**step)) + 1e-3)
     np.testing.assert_allclose(optimizer.weights, weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "vectors"), [("fedavg", 0), ("nesterov", 1), ("adam", 2)])
+def test_vectors_of_moments_are_counted(name: str, vectors: int) -> None:
+    assert moments(ServerSection.model_validate_json(f'{{"optimizer": "{name}"}}')) == vectors
 
 
 @pytest.mark.parametrize("name", ["fedavg", "nesterov", "adam"])
@@ -305,8 +310,8 @@ def test_costs_are_counted() -> None:
         found.coordinator_bytes == 4 * 1000 + found.bytes_up
     )  # as tests/scenarios/test_memory.py measures it
     adam = ["cohort.sites=10", "server.optimizer=adam", "aggregation.ring_bits=16"]
-    moments = cost(parse("", adam), parameters=1000, trained=100)
-    assert moments.coordinator_bytes == 4 * (1000 + 2 * 100 + 100) + moments.bytes_up
+    kept = cost(parse("", adam), parameters=1000, trained=100)
+    assert kept.coordinator_bytes == 4 * (1000 + 2 * 100 + 100) + kept.bytes_up
     # The coordinator's memory does not grow with the sites.
     many = cost(parse("", ["cohort.sites=5000", "cohort.fraction=1"]), parameters=1000, trained=100)
     assert many.coordinator_bytes < found.coordinator_bytes * 1.1

@@ -63,7 +63,7 @@ TAIL = "privacy.mechanism.site_noise:SiteMechanism.tail"
 DECODE = "privacy.mechanism.site_noise:SiteMechanism.decode"
 ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
 RELEASE = "aggregation.features.site_unit:_AtCoordinator.decode"
-DECODED = "mean, clip = mechanism.decode(summed.mean, sites, self._clip, noise)"
+DECODED = "mean, clip = mechanism.decode(mean, sites, self._clip, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -117,7 +117,7 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant(
         RELEASE,
         DECODED,
-        "mean, clip = summed.mean[: self._mechanism.dimension] * np.float32(self._clip), self._clip",
+        "mean, clip = mean[: self._mechanism.dimension] * np.float32(self._clip), self._clip",
     ),
     Mutant(
         RELEASE,
@@ -126,7 +126,7 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     ),
     Mutant(DECODE, ADD, "pass"),
     Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
-    Mutant(RELEASE, "(summed.mean, sites,", "(summed.mean, 2 * sites,"),
+    Mutant(RELEASE, "(mean, sites,", "(mean, 2 * sites,"),
     Mutant(RELEASE, "self._noise(summed.round)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""

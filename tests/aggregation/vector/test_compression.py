@@ -364,11 +364,9 @@ def test_no_group_decides_the_bounds_of_all_by_its_counters(groups: int, followe
             honest = {"weight": sites * sums.training.heaviest // 1000, "clipped": 0}
             worse = {"weight": sites * sums.training.heaviest, "clipped": sites * ROTATED}
             opened = [
-                Summed(
-                    number, group, ("site",) * sites, mean, {**honest, lied: worse[lied]}, (), {}, (number,)
-                )
+                Summed(number, group, ("site",) * sites, {**honest, lied: worse[lied]}, (), {}, (number,))
                 if lie and group == 0
-                else Summed(number, group, ("site",) * sites, mean, honest, (), {}, (number,))
+                else Summed(number, group, ("site",) * sites, honest, (), {}, (number,))
                 for group in range(groups)
             ]
             at_coordinator.before_step(mean, opened)

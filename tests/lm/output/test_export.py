@@ -19,6 +19,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Layout
 from cloister.lm.tasks.evaluate import HeldOut, evaluate
+from cloister.lm.tasks.figures import FIGURES
 from cloister.lm.text.corpus import corpus_records
 from cloister.lm.text.data import prepare
 from cloister.privacy.report.figures import at_most
@@ -69,6 +70,8 @@ def test_a_full_model_loads_and_has_the_loss_of_the_run(
     run, target = Path(whole["run"]), tmp_path / "made" / "model"
     facts = found(capsys, "export", str(run), str(target))
     assert (facts["form"], facts["guarantee"], facts["epsilon"]) == ("full", False, None)
+    evaluated = {figure.name for figure in FIGURES} - {"loss"}
+    assert {name: facts[name] for name in evaluated} == {name: whole[name] for name in evaluated}
     loading: Any = AutoModelForCausalLM
     module = loading.from_pretrained(target)
     weights = Layout.of(module.named_parameters()).flatten(module)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cloister.aggregation.features import gate
 from cloister.protocol.plan.plan import PoisonSection
-from cloister.server.round.gate import Gate
 from cloister.simulations.federation import lay_out_records
 from cloister.simulations.partition import site_name
 from cloister.simulations.poison import altered, poisoned, scale_of
@@ -73,12 +73,8 @@ def test_a_round_within_the_bounds_goes_through(run: Run) -> None:
 @pytest.mark.slow
 def test_a_refused_round_leaves_the_momentum_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run with good rounds before; the next round trains from that model."""
-    real = Gate.of_model
-    monkeypatch.setattr(
-        Gate,
-        "of_model",
-        lambda gate, number, weights: "as the test says" if number == 2 else real(gate, number, weights),
-    )
+    told = iter(("", "as the test says", ""))
+    monkeypatch.setattr(gate.FEATURE.coordinator, "refuses_model", lambda *_: next(told))
     _, rows, out = run("run.rounds=3", "server.gate.loss=10", "server.keep_checkpoints=4")
     _, good, bad, last = (load_file(file) for file in sorted((out / "checkpoints").glob("*.safetensors")))
     assert any(name.startswith("optimizer/") for name in good)
