@@ -77,7 +77,7 @@ def mesh_for(
             "mesh",
             mesh.degrees(),
             expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
-            fix="set mesh.replicate instead, or use a plan with privacy.method = 'auto'",
+            fix='set mesh.replicate instead, or use a plan with privacy.method = "reference"',
         )
     devices = devices_for_ranks(here, mesh.size)
     if elsewhere and device in ("auto", "cuda") and len(devices) < mesh.size:

@@ -26,14 +26,16 @@ and a round is `local.steps` of them. The following keeps this true:
 S is summed in integers, so that rounding adds nothing to its sensitivity (`ClippedSum` has the bound). In a
 floating-point sum one unit can decide how all later additions round (Casacuberta et al. 2022, "Widespread
 underestimation of sensitivity in differentially private libraries and how to fix it"): in float32, one of 4,097 units
-can move S by 1.25 C. Accounting does not see the rounding of the noise (`privacy/mechanism/noise.py`), nor that the
-last bits of g_u may depend on which units go through the model together.
+can move S by 1.25 C. Accounting does not see the rounding of the noise (`privacy/mechanism/noise.py`).
 
-Two methods give the same g_u: `reference` runs forward and backward on one unit at a time, which is right for every
-model that gives each sequence its own loss; `opacus` takes the gradients of many windows from the hooks of Opacus
-(Yousefpour et al. 2021, "Opacus"), if `method_for` finds that they are right. Nothing else of Opacus is used: its
-optimizers divide by the batch size or the size of the data, and draw noise from torch. Refused: its faster ghost
-clipping, which takes two backward passes and is wrong for tied weights.
+Two methods give the same g_u up to rounding. `reference` runs forward and backward on one unit at a time, so that g_u
+depends on no other unit; it is right for every model that gives each sequence its own loss. `opacus` takes the
+gradients of many windows from the hooks of Opacus (Yousefpour et al. 2021, "Opacus"), if `check_method` finds that they
+are right. Then the last bits of g_u depend on the units that go through the model together. Weights whose exact output
+is zero, such as factors of an adapter that cancel, turn these bits into whole gradients: one unit moved S by 17 C. So
+with `opacus` the coordinator is trusted not to craft weights. Nothing else of Opacus is used: its optimizers divide by
+the batch size or the size of the data, and draw noise from torch. Refused: its faster ghost clipping, which takes two
+backward passes and is wrong for tied weights.
 
 In the ranks of a mesh, all draw the same batch from the same stream. Each replica takes units of its own, one after
 the other by `reference`, whose rows its shards divide. The squares of a unit's gradient are summed over the replica, a
@@ -51,7 +53,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -93,18 +95,8 @@ _AT_ONCE = 2**24
 """Elements that are rounded to the grid at a time, which bounds the memory for it."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """The method of per-unit gradients, and the reason for it."""
-
-    name: Literal["reference", "opacus"]
-    """`reference`: one unit at a time; `opacus`: many windows at a time."""
-    reason: str
-    """The reason, in words, for the report."""
-
-
-def method_for(plan: Plan, model: LanguageModel, *, divided: bool = False) -> Method:
-    """The method that a plan's `privacy.method` means for a model.
+def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> None:
+    """Check that the gradients of a plan's `privacy.method` are right for its model.
 
     Args:
         plan: The plan.
@@ -115,19 +107,13 @@ def method_for(plan: Plan, model: LanguageModel, *, divided: bool = False) -> Me
         PlanError: the plan asks for Opacus, but its gradients are wrong or unproven for the model.
     """
     wanted = plan.privacy.method
-    if wanted == "reference":
-        return Method("reference", "the plan asks for it")
-    problem = _wrong_by_opacus(plan, model, divided)
-    if not problem:
-        return Method("opacus", "its gradients are proven right for every trained layer of this model")
-    if wanted == "auto":
-        return Method("reference", f"Opacus is not proven right here: {problem}")
-    raise PlanError(
-        "privacy.method",
-        wanted,
-        expected=f"reference or auto, because {problem}",
-        fix="set privacy.method = 'auto'",
-    )
+    if wanted == "opacus" and (problem := _wrong_by_opacus(plan, model, divided)):
+        raise PlanError(
+            "privacy.method",
+            wanted,
+            expected=f"reference, because {problem}",
+            fix='set privacy.method = "reference"',
+        )
 
 
 def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
@@ -373,7 +359,8 @@ class PrivateTrainer:
         assert plan.privacy.dpsgd, "only such plans are trained here"
         assert plan.privacy.sampling_rate is not None, "a sound plan has it"
         divided = ranks is not None and ranks.size() > ranks["replicate"].size()
-        self.method = method_for(plan, model, divided=divided)
+        check_method(plan, model, divided=divided)
+        self.method = plan.privacy.method
         """How per-unit gradients are taken."""
         self._rate = plan.privacy.sampling_rate
         self._plan = plan
@@ -454,7 +441,7 @@ class PrivateTrainer:
         """
         parameters = [parameter for _, parameter in trained]
         data, most = self._plan.data, self._plan.local.batch_size
-        if self.method.name == "reference":
+        if self.method == "reference":
             yield _Gradients(_one_by_one, data, self._passes, parameters, self.weights, most, self._device)
             return
         with _opacus_hooks(self._bench.module):

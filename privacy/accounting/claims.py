@@ -103,6 +103,7 @@ def trust_model(plan: Plan) -> str:
         return (
             "Each site is the curator of its own records and adds the noise before anything leaves it. The "
             "coordinator, the other sites and everybody who receives the models see noised values only."
+            f"{_crafted(plan)}"
         )
     if privacy.trusted_coordinator:
         sees = "the sum of the updates" if secure else "every update"
@@ -115,6 +116,16 @@ def trust_model(plan: Plan) -> str:
     return (
         "Distributed: each site adds a part of the noise, and a secure sum shows the coordinator only the total. It "
         f"holds as long as at most {found.colluders} of the {of} sites of a sum work with the coordinator."
+    )
+
+
+def _crafted(plan: Plan) -> str:
+    """What a plan that takes gradients of many units at a time trusts the coordinator with, after a space."""
+    if plan.privacy.method != "opacus":
+        return ""
+    return (
+        " The coordinator is trusted to send no crafted weights: gradients were taken of many units at a time, and "
+        "such weights can amplify how one unit changes the rounding of others."
     )
 
 
@@ -131,9 +142,10 @@ def protected_from(plan: Plan) -> str:
         )
     everybody = "Everybody who gets the trained models, whatever else they know"
     if privacy.dpsgd:
+        coordinator = "" if privacy.trusts_coordinator else "the coordinator of the training and "
         return (
-            f"{everybody}; also the coordinator of the training and the other sites. Not the site itself, which holds "
-            "the data in the clear."
+            f"{everybody}; also {coordinator}the other sites.{_crafted(plan)} Not the site itself, which holds the "
+            "data in the clear."
         )
     if privacy.trusted_coordinator:
         return (
@@ -287,9 +299,6 @@ def method(plan: Plan) -> str:
         "reference": "one gradient at a time, each with its own forward and backward pass",
         "opacus": "gradients of many units at a time by Opacus; a site refuses the plan if they were not tested "
         "against single backward passes for models of this kind",
-        "auto": "gradients of many units at a time by Opacus if they were tested against single backward passes for "
-        "models of this kind, and otherwise one at a time; each site decides this from the plan, the model and its "
-        "devices",
     }[privacy.method]
 
 
@@ -557,7 +566,8 @@ def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
             "another site."
         )
         parties.append(
-            "The guarantee does not depend on the coordinator or on the secure sum: an update has its noise "
+            _crafted(plan).strip()
+            or "The guarantee does not depend on the coordinator or on the secure sum: an update has its noise "
             "before it leaves its site."
         )
     elif privacy.unit == "site":

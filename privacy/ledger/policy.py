@@ -87,7 +87,7 @@ def offer_of(
         noise_multiplier=noise_multiplier if private else 0.0,
         delta=privacy.delta,
         epsilon_after=epsilon_after if private else math.inf,
-        trusted_coordinator=privacy.trusted_coordinator,
+        trusted_coordinator=privacy.trusts_coordinator,
         cohort=cohort,
         secure=plan.aggregation.secure,
         roster_hash=roster_hash,
@@ -119,8 +119,9 @@ class Policy(Section):
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
     trusted_coordinator: bool = False
-    """Accept a plan in which a trusted coordinator adds the noise: it sees the sum without noise, and no site can check
-    that it adds any."""
+    """Accept a plan whose guarantee depends on the coordinator. With `privacy.trusted_coordinator` the coordinator adds
+    the noise: it sees the sum without noise, and no site can check that it adds any. With `privacy.method = "opacus"`
+    it must not send weights that were crafted to amplify rounding."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
     """Fewest sites in a sum that is opened."""
     secure_required: bool = True
@@ -182,7 +183,7 @@ class Policy(Section):
         if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:
             _refuse("greatest_delta", "privacy.delta", offer.delta, f"at most {self.greatest_delta}")
         if not self.trusted_coordinator and offer.trusted_coordinator is not False:
-            what = "privacy.trusted_coordinator"
+            what = 'privacy.trusted_coordinator, or privacy.method = "opacus",'
             _refuse("trusted_coordinator", what, offer.trusted_coordinator, "false")
         if not offer.cohort >= self.least_cohort:
             what = "fewest sites in a sum"

@@ -476,9 +476,10 @@ class PrivacySection(Section):
     averaged."""
     records: Annotated[Count, _private("owner")] = 8
     """Largest number of records of one owner that are used; their gradients are averaged."""
-    method: Annotated[Literal["auto", "reference", "opacus"], _DPSGD] = "auto"
-    """How gradients of single units are computed. `reference`: one at a time, correct for
-    every model. `opacus`: by Opacus, faster. `auto`: by Opacus if it is correct for the model."""
+    method: Annotated[Literal["reference", "opacus"], _DPSGD] = "reference"
+    """How gradients of single units are computed. `reference`: one unit at a time, correct for every model. `opacus`:
+    many units at a time by Opacus, faster. The rounding of a unit's gradient then depends on the other units, which a
+    coordinator that sends crafted weights can amplify: with `opacus` the coordinator is trusted not to do so."""
     trusted_coordinator: Annotated[bool, _OF_SITES] = False
     """The coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
@@ -491,6 +492,11 @@ class PrivacySection(Section):
         Only("aggregation.secure", (True,)),
     ] = None
     """Correlate the noise over the rounds."""
+
+    @property
+    def trusts_coordinator(self) -> bool:
+        """Whether the guarantee depends on the coordinator: it adds the noise, or sends the weights for `opacus`."""
+        return self.trusted_coordinator or self.method == "opacus"
 
     @property
     def dpsgd(self) -> bool:

@@ -210,7 +210,7 @@ class CanaryTrainer(PrivateTrainer):
         self._coordinates: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._real = 0
         # Opacus takes a whole unit at a time; a plan whose units do not fit has units of one sequence.
-        windows = 2 if self._rows > 1 or self.method.name == "reference" else 1
+        windows = 2 if self._rows > 1 or self.method == "reference" else 1
         tokens = np.tile(np.arange(plan.data.sequence_length, dtype=np.int32) % 2, (windows, 1))
         labels = tokens[:, :1] if plan.data.task == "classify" else tokens
         far = np.full(windows, FAR**2, np.float32)

@@ -25,7 +25,7 @@ from cloister.clients.training.dpsgd import (
     ClippedSum,
     PrivateTrainer,
     UnitGradients,
-    method_for,
+    check_method,
     poisson_batch,
 )
 from cloister.clients.training.release import MUST_STAY
@@ -83,12 +83,14 @@ def plan_of(*overrides: str, kind: str = "llama", **privacy: Any) -> Plan:
     return plan.model_copy(update={"privacy": PrivacySection.model_validate(section)})
 
 
-def some(sizes: tuple[int, ...] = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1), seed: int = 0) -> Sequences:
+def some(
+    sizes: tuple[int, ...] = (1, 3, 1, 2, 1, 4, 1, 1, 2, 1), seed: int = 0, length: int = LENGTH
+) -> Sequences:
     """Units of so many windows, of random tokens below 60, that differ much in how many are learned."""
     random = np.random.default_rng(seed)
     n = sum(sizes)
-    tokens = random.integers(0, 60, (n, LENGTH)).astype(np.int32)
-    labels = np.where(random.random((n, LENGTH)) < random.random((n, 1)) * 0.9, NOT_LEARNED, tokens)
+    tokens = random.integers(0, 60, (n, length)).astype(np.int32)
+    labels = np.where(random.random((n, length)) < random.random((n, 1)) * 0.9, NOT_LEARNED, tokens)
     labels[:, 0], labels[:, 1] = NOT_LEARNED, tokens[:, 1]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Sequences(tokens, labels.astype(np.int32), None, n_bytes=1, starts=starts)
@@ -212,7 +214,7 @@ def dpsgd_by_hand(plan: Plan, data: Sequences, noise: NoiseStream, z: float) -> 
 def test_a_round_is_a_loop_over_units(overrides: tuple[str, ...], noise: NoiseStream, method: str) -> None:
     plan = plan_of(*overrides, method=method)
     run = Run(plan)
-    assert run.trainer.method.name == method
+    assert run.trainer.method == method
     update = run.train(noise=noise, noise_multiplier=0.7)
     expected = dpsgd_by_hand(plan, some(), noise, 0.7)
     moved = np.linalg.norm(expected - run.start)
@@ -262,7 +264,7 @@ def assert_right(run: Run) -> None:
 def test_where_opacus_is_wrong_the_comparison_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpsgd, "_wrong_by_opacus", lambda *_: "")
     with pytest.raises(AssertionError, match="no gradient for each row"):
-        assert_right(Run(plan_of(kind="gpt2")))
+        assert_right(Run(plan_of(kind="gpt2", method="opacus")))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -297,54 +299,96 @@ TIED = "model.config.tie_word_embeddings=true"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "privacy", "name", "reason"),
+    ("overrides", "privacy", "reason"),
     [
-        ((), {}, "opacus", "proven right"),
-        (FFA, {}, "opacus", "proven right"),
-        ((TIED, *FFA), {}, "opacus", "proven right"),
-        ((TIED,), {}, "reference", "tied"),
-        (("model.name=builtin:gpt2",), {}, "reference", "type gpt2"),
-        (("model.name=builtin:gpt2", *FFA), {}, "reference", "type gpt2"),
-        ((), {"windows": 5}, "reference", "5 windows"),
-        ((), {"windows": 5, "record": "window"}, "opacus", "proven right"),
-        ((), {"unit": "owner", "windows": 2, "records": 2}, "opacus", "proven right"),
-        ((), {"unit": "owner", "windows": 1, "records": 5}, "reference", "the 5 windows of one owner"),
-        ((), {"unit": "owner", "windows": 5, "records": 4, "record": "window"}, "opacus", "proven right"),
+        ((), {}, ""),
+        (FFA, {}, ""),
+        ((TIED, *FFA), {}, ""),
+        ((TIED,), {}, "tied"),
+        (("model.name=builtin:gpt2",), {}, "type gpt2"),
+        (("model.name=builtin:gpt2", *FFA), {}, "type gpt2"),
+        ((), {"windows": 5}, "5 windows"),
+        ((), {"windows": 5, "record": "window"}, ""),
+        ((), {"unit": "owner", "windows": 2, "records": 2}, ""),
+        ((), {"unit": "owner", "windows": 1, "records": 5}, "the 5 windows of one owner"),
+        ((), {"unit": "owner", "windows": 5, "records": 4, "record": "window"}, ""),
     ],
 )
-def test_auto_takes_opacus_where_it_is_right(
-    overrides: tuple[str, ...], privacy: dict[str, Any], name: str, reason: str
+def test_opacus_is_refused_where_it_is_not_proven_right(
+    overrides: tuple[str, ...], privacy: dict[str, Any], reason: str
 ) -> None:
     kind = "gpt2" if any("gpt2" in override for override in overrides) else "llama"
-    plan = plan_of(*overrides, kind=kind, **privacy)
+    plan = plan_of(*overrides, kind=kind, method="opacus", **privacy)
     model = load_model(plan)
-    method = method_for(plan, model)
-    assert method.name == name
-    assert reason in method.reason
-    asked = plan.model_copy(update={"privacy": plan.privacy.model_copy(update={"method": "opacus"})})
-    if name == "opacus":
-        assert method_for(asked, model).name == "opacus"
-    else:
-        with pytest.raises(PlanError, match=r"^privacy\.method is 'opacus': expected reference or auto"):
-            method_for(asked, model)
+    found = why_not(plan, model)
+    assert reason in found if reason else found == ""
     plain = plan.model_copy(update={"privacy": plan.privacy.model_copy(update={"method": "reference"})})
-    assert method_for(plain, model).name == "reference"
+    assert why_not(plain, model) == ""
 
 
-def test_checkpointing_and_other_layers_go_to_the_reference() -> None:
-    plan = plan_of()
+def why_not(plan: Plan, model: LanguageModel) -> str:
+    """What is expected of the plan's method for a model; empty: it may be used."""
+    try:
+        check_method(plan, model)
+    except PlanError as error:
+        return error.expected if error.field == "privacy.method" else str(error)
+    return ""
+
+
+def test_opacus_is_refused_with_checkpointing_and_other_layers() -> None:
+    plan = plan_of(method="opacus")
     model = load_model(plan)
     module: Any = model.module
     module.activation_checkpointing_enable()
-    assert "checkpointing" in method_for(plan, model).reason
+    assert "checkpointing" in why_not(plan, model)
     module.activation_checkpointing_disable()
-    assert method_for(plan, model).name == "opacus"
+    assert why_not(plan, model) == ""
 
     class Scaled(torch.nn.Linear):
         pass
 
     module.lm_head.__class__ = Scaled
-    assert "type Scaled" in method_for(plan, model).reason
+    assert "type Scaled" in why_not(plan, model)
+
+
+LARGER = [
+    "data.sequence_length=13",
+    "model.config.hidden_size=260",
+    "model.config.intermediate_size=901",
+    "local.batch_size=8",
+    "model.adapter.scheme=lora",
+    "model.adapter.rank=3",
+]
+
+
+@pytest.mark.parametrize("unit", [0, 20, 39])
+def test_no_weights_let_one_unit_change_the_gradients_of_others(unit: int) -> None:
+    """A coordinator may send weights whose output is rounding alone: products of the adapter's factors that cancel,
+    times 1e6. A unit that leaves the batch still moves the sum by its own gradient only. With `method="opacus"` the sum
+    moves by 8 C for unit 0 on a processor with AVX2, so such a plan trusts the coordinator."""
+    run = crafted(plan_of(*LARGER))
+    assert removed(run, unit) <= run.plan.privacy.clip * (1 + 1e-8)
+
+
+def crafted(plan: Plan) -> Run:
+    """A run whose down projections have adapters B A x that are zero in exact arithmetic."""
+    run, random = Run(plan), np.random.default_rng(0)
+    with torch.no_grad():
+        for name, parameter in run.model.module.named_parameters():
+            if "mlp.down_proj.lora_A" in name:
+                v, w = random.integers(-(2**10), 2**10, (2, parameter.shape[1])) / 2**4
+                parameter.copy_(torch.tensor(np.stack([v + w, v, w])))
+            elif "mlp.down_proj.lora_B" in name:
+                b = torch.tensor(random.standard_normal(len(parameter)) * 1e6)
+                parameter.copy_(torch.stack([b, -b, -b], 1))
+    return run
+
+
+def removed(run: Run, unit: int) -> float:
+    """How far the clipped sum of 40 units moves if one of them is not there."""
+    data, units = some((1,) * 40, seed=1, length=13), list(range(40))
+    moved = run.summed(data, units) - run.summed(data, [each for each in units if each != unit])
+    return float(np.linalg.norm(moved))
 
 
 @pytest.mark.parametrize(("kind", "overrides"), [("gpt2", ()), ("gpt2", FFA), ("llama", (TIED,))])
@@ -352,7 +396,7 @@ def test_the_reference_is_right_where_opacus_is_not(kind: str, overrides: tuple[
     no_dropout = ["resid_pdrop", "embd_pdrop", "attn_pdrop"] if kind == "gpt2" else []
     settings = [f"model.config.{key}=0.0" for key in no_dropout]
     run = Run(plan_of(*settings, *overrides, kind=kind))
-    assert run.trainer.method.name == "reference"
+    assert run.trainer.method == "reference"
     assert_right(run)
 
 

@@ -124,7 +124,7 @@ def test_private_gradients_by_hooks_are_those_of_the_reference() -> None:
         model = load_model(plan)
         model.layout.scatter(moved(model), model.module)
         trainer = PrivateTrainer(plan, model, CPU)
-        assert trainer.method.name == method
+        assert trainer.method == method
         model.module.train()
         with trainer.per_unit_gradients(model.trainable()) as of:
             gradients.append(

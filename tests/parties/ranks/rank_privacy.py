@@ -109,7 +109,7 @@ def _train(ranks: DeviceMesh | None, private: PrivateJob) -> PrivateRound:
     part = Schedule.of(plan, model.layout).of_round(job.round)
     held, trained = {each.name: each for each in trainer.weights.held}, trainer.weights.trained(part)
     sums = [[(held[name], each * expected) for name, each in _named(step, trained)] for step in steps]
-    return PrivateRound(trainer.method.name, update, sums)
+    return PrivateRound(trainer.method, update, sums)
 
 
 @contextmanager

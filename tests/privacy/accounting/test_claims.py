@@ -63,6 +63,9 @@ def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
     assert "of which at most 8 windows of 64 tokens are used" in windows
     assert "Training uses at most 8 windows of an owner." in windows
     assert "appears at two sites" not in words(*TEXTS, *COMMON)
+    crafted = words(*base, "privacy.method=opacus")
+    assert "The guarantee does not depend on the coordinator" not in crafted
+    assert "The coordinator is trusted to send no crafted weights" in crafted
 
 
 def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:

@@ -348,12 +348,23 @@ def test_a_tokenizer_is_offered_by_what_is_loaded(model: str, tokenizer: str, of
         Policy(tokenizers=("bytes2",)).check(offer)
 
 
-def test_an_offer_says_who_adds_the_noise() -> None:
-    plan = changed(parse(""), "privacy", unit="site", trusted_coordinator=True)
+@pytest.mark.parametrize(
+    ("fields", "trusted"),
+    [
+        ({"unit": "site", "trusted_coordinator": True}, True),
+        ({"unit": "record", "method": "opacus"}, True),
+        ({"unit": "record"}, False),
+    ],
+)
+def test_an_offer_says_whether_the_guarantee_depends_on_the_coordinator(
+    fields: dict[str, Any], trusted: bool
+) -> None:
+    plan = changed(parse(""), "privacy", **fields)
     offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
-    with pytest.raises(
-        PolicyError, match="trusted_coordinator is True: expected false, by trusted_coordinator"
-    ):
+    if trusted:
+        with pytest.raises(PolicyError, match="is True: expected false, by trusted_coordinator"):
+            Policy().check(offer)
+    else:
         Policy().check(offer)
     Policy(trusted_coordinator=True).check(offer)
 

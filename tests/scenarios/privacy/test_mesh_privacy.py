@@ -42,7 +42,7 @@ MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 1, 2), Mesh(2,
 FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
 ROLORA = ("model.adapter.scheme=rolora", "model.adapter.rank=1")
 OWNERS = ("privacy.unit=owner", "data.owner=patient", "privacy.windows=2", "privacy.records=2")
-REFERENCE = "privacy.method=reference"
+HOOKS = "privacy.method=opacus"
 on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
 
 
@@ -98,8 +98,8 @@ def jobs_for(mesh: Mesh, folder: Path) -> dict[str, PrivateJob]:
     jobs = {
         "records": job_of(folder, "llama", "local.accumulation=2", "local.proximal=3"),
         "owners": job_of(folder, "llama", *OWNERS, owners=True),
-        "nothing is learned": job_of(folder, "llama", REFERENCE, "local.steps=1", nothing=True),
-        "not finite": job_of(folder, "llama", REFERENCE, poisoned=True),
+        "nothing is learned": job_of(folder, "llama", "local.steps=1", nothing=True),
+        "not finite": job_of(folder, "llama", poisoned=True),
     }
     if mesh.size > 2:
         return {name: jobs[name] for name in names(mesh)}
@@ -109,10 +109,11 @@ def jobs_for(mesh: Mesh, folder: Path) -> dict[str, PrivateJob]:
         jobs["adapter"] = job_of(folder, "llama", *ROLORA)
         jobs["tied"] = job_of(folder, "gpt2")
     else:
-        jobs["norms of heads"] = job_of(folder, "qwen3", REFERENCE)
+        jobs["norms of heads"] = job_of(folder, "qwen3")
     if mesh.shard == mesh.tensor == mesh.pipeline == 1:
-        jobs["nothing is learned, by hooks"] = job_of(folder, "llama", "local.steps=1", nothing=True)
-        jobs["adapter, by hooks"] = job_of(folder, "llama", *FFA)
+        jobs["nothing is learned, by hooks"] = job_of(folder, "llama", HOOKS, "local.steps=1", nothing=True)
+        jobs["adapter, by hooks"] = job_of(folder, "llama", HOOKS, *FFA)
+        jobs["records, by hooks"] = job_of(folder, "llama", HOOKS, "local.accumulation=2", "local.proximal=3")
     return jobs
 
 
@@ -194,7 +195,7 @@ def names(mesh: Mesh) -> list[str]:
         return ["records", "owners", "nothing is learned", "not finite", "adapter"]
     either = ["adapter", "tied"] if mesh.tensor == 1 else ["norms of heads"]
     hooks = (
-        ["nothing is learned, by hooks", "adapter, by hooks"]
+        ["nothing is learned, by hooks", "adapter, by hooks", "records, by hooks"]
         if mesh.shard == mesh.tensor == mesh.pipeline == 1
         else []
     )
@@ -219,8 +220,7 @@ def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, fol
         )
     assert len(one.sums) == len(found[0].sums) == one.update.steps
     same_round([part.update for part in found], one.update)
-    hooked = mesh.shard == mesh.tensor == mesh.pipeline == 1 and name in ("records", "owners", "adapter")
-    assert {part.method for part in found} == {"opacus" if hooked or "hooks" in name else "reference"}
+    assert {part.method for part in found} == {"opacus" if "hooks" in name else "reference"}
 
 
 @pytest.mark.slow
