@@ -193,11 +193,11 @@ def _step(context: RoundContext, number: int, mean: Floats) -> str:
     """8: step by the mean, which is overwritten. Returns why the step was refused, and undone, or ''."""
     features, optimizer = context.party.features, context.optimizer
     part = context.party.sums.of_round(TRAIN, number).trained
-    if not features.compares():
-        optimizer.step(mean, part)
-        return ""
-    before = context.held_out(number - 1)
+    compares = features.compares()
+    before = context.held_out(number - 1) if compares else None
     optimizer.step(mean, part)
+    if not compares:
+        return ""
     after = context.held_out(number)
     assert before is not None, "a sound plan whose features compare models has public records"
     assert after is not None, "a sound plan whose features compare models has public records"
