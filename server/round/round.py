@@ -192,12 +192,11 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
 def _step(context: RoundContext, number: int, mean: Floats, rounds: Sequence[int]) -> str:
     """8: step by the mean of updates of the models of some rounds. Returns why the step was undone, or ''."""
     features, optimizer = context.party.features, context.optimizer
-    part = context.party.sums.trained_in(rounds)
-    if not features.compares():
-        optimizer.step(mean, part)
-        return ""
-    before = context.held_out(number - 1)
+    part, compares = context.party.sums.trained_in(rounds), features.compares()
+    before = context.held_out(number - 1) if compares else None
     optimizer.step(mean, part)
+    if not compares:
+        return ""
     after = context.held_out(number)
     assert before is not None, "a sound plan whose features compare models has public records"
     assert after is not None, "a sound plan whose features compare models has public records"

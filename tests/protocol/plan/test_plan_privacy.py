@@ -158,7 +158,7 @@ UNSOUND = [
             "record=window",
             "windows=2",
             "records=2",
-            "method=reference",
+            "method=opacus",
             "trusted_coordinator=true",
         )
     ),
