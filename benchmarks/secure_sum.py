@@ -273,11 +273,13 @@ def update(site: int, size: int = COORDINATES) -> npt.NDArray[np.float32]:
     return vector
 
 
-def at_once(
-    trainer: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, *, state: Path, **_: Any
-) -> LocalUpdate:
-    """Replaces `Trainer.train`; the site's number is read from its state folder."""
-    return LocalUpdate(made_once(int(state.name), start.size), tokens=len(sequences), loss=1.0, steps=1)
+def at_once(_: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, **__: Any) -> LocalUpdate:
+    """Replaces `Trainer.train` for the site of the message that this process answers."""
+    return LocalUpdate(made_once(answering["site"], start.size), tokens=len(sequences), loss=1.0, steps=1)
+
+
+answering = {"site": 0}
+"""The number of the site whose message this process answers; it answers one at a time."""
 
 
 @lru_cache(maxsize=SITES)
@@ -294,7 +296,9 @@ def make_client_app() -> ClientApp:
     sync_to_disk(False)
 
     def open_site(context: Context, resident: Resident) -> Site:
-        return Site(_config(str(context.node_config["site"])), resident)
+        config = _config(str(context.node_config["site"]))
+        answering["site"] = int(config.name.removeprefix("site-"))
+        return Site(config, resident)
 
     return client_app(open_site)
 
