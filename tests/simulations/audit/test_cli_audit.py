@@ -266,15 +266,15 @@ OTHER_CLIPS = [
         for by in (2, 1.03, 1.01)
     ),
     Mutant("clients.training.dpsgd:_norms", NORM, "torch.stack(parts).amax(dim=0)"),
-    Mutant(
-        "clients.training.dpsgd:_by_hooks",
-        "sizes = sequences.starts[units + 1] - sequences.starts[units]",
-        "units = np.concatenate([np.arange(*sequences.starts[each : each + 2]) for each in units] or [units]);"
-        " sequences = __import__('dataclasses').replace(sequences, starts=np.arange(len(sequences) + 1));"
-        " sizes = np.ones_like(units)",
-    ),
 ]
-"""A longer clip, one of each layer for itself, and one of each sequence of a unit for itself."""
+"""A longer clip, and one of each layer for itself."""
+BY_HOOKS = Mutant(
+    "clients.training.dpsgd:_by_hooks",
+    "sizes = sequences.starts[units + 1] - sequences.starts[units]",
+    "units = np.concatenate([np.arange(*sequences.starts[each : each + 2]) for each in units] or [units]);"
+    " sequences = __import__('dataclasses').replace(sequences, starts=np.arange(len(sequences) + 1));"
+    " sizes = np.ones_like(units)",
+)
 ONE_BY_ONE = Mutant(
     "clients.training.dpsgd:_one_by_one",
     "zip(sequences.starts[units], sequences.starts[units + 1], strict=True)",
@@ -410,18 +410,23 @@ def test_at_the_default_length_small_errors_raise_an_alarm(
     assert found in result["row"]["problem"]
 
 
-def test_sequences_of_a_unit_that_are_clipped_apart_one_by_one_raise_an_alarm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "mutant"),
+    [(["local.batch_size=1", "local.steps=4"], ONE_BY_ONE), (["privacy.method=opacus"], BY_HOOKS)],
+    ids=["reference", "opacus"],
+)
+def test_sequences_of_a_unit_that_are_clipped_apart_raise_an_alarm(
+    settings: list[str],
+    mutant: Mutant,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a batch of one sequence too, of which `reference` takes one after the other."""
-    run = folder_of(
-        tmp_path,
-        RECORD,
-        overrides=(*OFTEN, "privacy.method=reference", "local.batch_size=1", "local.steps=4"),
-    )
+    """By Opacus, and by `reference`, which takes a batch of one sequence one after the other too."""
+    run = folder_of(tmp_path, RECORD, overrides=(*OFTEN, *settings))
     few = ("--canaries", "100", "--steps", "4")
     assert ran(capsys, run, *few)[0] == 0
-    ONE_BY_ONE.plant(monkeypatch)
+    mutant.plant(monkeypatch)
     code, result, _ = ran(capsys, run, *few)
     assert code == 3
     assert f"{LENGTH}, in clipping norms: 2," in result["row"]["problem"]

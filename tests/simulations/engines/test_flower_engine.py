@@ -138,6 +138,6 @@ def test_a_folder_with_too_long_a_path_for_ray_is_refused(
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        EngineError, match=r"engine is 'flower': expected ray .*pip install 'cloister\[ray\]'"
+        EngineError, match=r"engine is 'flower': expected the package ray, .*pip install 'cloister\[ray\]'"
     ):
         run_on_flower(ServerApp(), ClientApp, 3)
