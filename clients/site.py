@@ -127,7 +127,7 @@ class Site:
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
         # What the site's attempts are derived from, besides the sum and the files in its folder.
-        self._key = config, simulated.agreements
+        self._folder, self._derived_from = config.folder, (config, simulated.agreements)
 
     def answer(self, request: Request) -> Reply:
         """The site's reply to a request.
@@ -187,15 +187,15 @@ class Site:
         """The site's part of a step of the secure sum that carries no vector.
 
         `Begin` checks plan, pins and policy, and derives the contract of the attempt. Later steps use what this process
-        has derived, and do not read plan and pins again; another process derives all of it anew. The marks and the log
-        of the attempt are read at each step.
+        has derived, and do not read plan and pins again; another process derives all of it anew. Each step reads the
+        marks and the length of the attempt's file; it reads the messages in the file only if either has changed.
 
         Raises:
             CloisterError: the site refuses.
         """
-        told, about = request.told, request.sum
+        told, about, opened = request.told, request.sum, self._resident.opened
         if isinstance(told, Begin):
-            self._resident.opened.pop(self._key, None)
+            opened.pop(self._folder, None)
         attempts = self._under_way(about)
         if attempts is None:
             loaded, demands = self._open(about), self._demands(about.run)
@@ -206,7 +206,9 @@ class Site:
             attempts = self._attempts(loaded, about)
         answer = attempts.agree(told, about.round)
         if isinstance(told, Unmask):  # which ends the attempt
-            self._resident.opened.pop(self._key, None)
+            opened.pop(self._folder, None)
+        else:  # now only: a message that is refused takes the place of no attempt
+            opened[self._folder] = self._derived_from, about, attempts
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -298,11 +300,11 @@ class Site:
 
     def _under_way(self, about: SumId) -> Attempts | None:
         """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
-        known = self._resident.opened.get(self._key)
-        return known[1] if known is not None and known[0] == about else None
+        known = self._resident.opened.get(self._folder)
+        return known[2] if known is not None and known[:2] == (self._derived_from, about) else None
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
-        """The attempts at a sum, derived once in a process for each attempt; those of another sum are dropped."""
+        """The attempts at a sum, derived if this process does not have them."""
         if (known := self._under_way(sum_id)) is not None:
             return known
         purpose, sums = sum_id.purpose, loaded.sums.of_round(sum_id.purpose, sum_id.round)
@@ -313,9 +315,7 @@ class Site:
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
         history = partial(self._history, loaded, sum_id)
-        attempts = Attempts(folder, contract, member, history, self._simulated.agreements)
-        self._resident.opened[self._key] = sum_id, attempts
-        return attempts
+        return Attempts(folder, contract, member, history, self._simulated.agreements)
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

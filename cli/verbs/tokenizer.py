@@ -101,7 +101,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def check_public(file: Path, field: str) -> None:
-    """Check that text does not lie in a site's folder, where its records are, and that no link there leads to it.
+    """Check that neither a file's name, nor a link on the way to it, nor its place is in a site's folder of records.
 
     Args:
         file: The file or folder; a name of something else is none.

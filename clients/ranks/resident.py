@@ -63,8 +63,9 @@ class Resident:
         self._plans: dict[bytes, Plan] = {}
         self._serves: object = None
         self._loaded: dict[object, Loaded] = {}
-        self.opened: dict[object, tuple[SumId, Attempts]] = {}
-        """By site: the sum whose attempt is under way, and its attempts as the site has derived and checked them."""
+        self.opened: dict[Path, tuple[object, SumId, Attempts]] = {}
+        """By a site's state folder: the attempts under way, and before them the configuration and the sum that the site
+        has derived and checked them for."""
 
     def roster(self, path: str, pinned: str) -> Roster:
         """The roster in a file, verified once in a process: the content under one hash cannot change.

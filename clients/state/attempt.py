@@ -110,6 +110,7 @@ class Attempts:
                     return from_bytes(Reveal, sent)
             kept = self._current(state, round_number)
             site = self._rebuild(state, kept)
+            self._known = self._site = None  # a step that is not kept on disk is not taken
 
             def reveal(mark: Answered) -> None:
                 self._remember(files.mark_answered(state, mark), None)
@@ -160,10 +161,10 @@ class Attempts:
             state = files.state(self._known)
             kept = self._current(state, round_number)
             site = self._rebuild(state, kept)
+            self._remember(state, None)  # a site whose masking failed is built again
             # Before a vector is made: making one may be a release.
             site.check_told(instructions, fresh=fresh)
             site.receive(inbox)
-            self._remember(state, None)  # a site whose masking failed is built again
         pieces = make(kept.history)  # which may take long
         with self._turn() as files:
             if files.state(self._known) != state:

@@ -5,10 +5,10 @@ survivors it revealed shares last. It has two slots at fixed places, so a damage
 all marks, the number of the write and a CRC-32; the higher number is newer. A write replaces the older slot and is
 synced, so a power cut can tear the newest write only, and no message that depends on it was sent. A slot may also be
 damaged later. Then `attempt` still says what was joined last, and `revealed` what was answered last, and the site goes
-on with that: it forgets nothing. If both slots are damaged, or one of them and `revealed`, or the file is missing or
-has another length, the site does not know what it has answered, and refuses everything (`StorageError`). That all
-files are an earlier copy is not noticed. They are created once, durably, before the site pins its run (`create`), and
-never again.
+on with that: it forgets nothing. If both slots are damaged, or one of them and `attempt` or `revealed`, or the file is
+missing or has another length, the site does not know what it has answered, and refuses everything (`StorageError`).
+That all files are an earlier copy is not noticed. They are created once, durably, before the site pins its run
+(`create`), and never again.
 
 `attempt` holds the secret seed of the current attempt, the history that the site advertises in it and the messages
 received so far, in frames: a length, a CRC-32 and the content. Each is appended and synced before a message that
@@ -113,7 +113,7 @@ class AttemptFiles:
         """
         write_new(folder / "attempt", b"")
         write_new(folder / "revealed", _frame(_NOTHING))
-        write_new(folder / "marks", _slot(Marks()) + bytes(_SLOT))
+        write_new(folder / "marks", _slot(Marks()) + _slot(Marks(writes=1)))
         sync_folders(folder.parent, top)
 
     @classmethod
@@ -230,7 +230,10 @@ class AttemptFiles:
 
     def _recovered(self, marks: Marks) -> Marks:
         """The marks where only one slot is whole, by the other files: no share has left that is not in `revealed`."""
-        kept = self._read_attempt(os.fstat(self._attempt).st_size)
+        end = os.fstat(self._attempt).st_size
+        kept = self._read_attempt(end)
+        if kept is None and end:  # it may have been joined; a power cut tears it or a slot, not both
+            raise _unknown(self._folder / "attempt", "damaged, and a slot of marks too")
         joined = max(marks.joined, kept.now if kept is not None else (0, 0))
         content = _content(self._read_revealed())
         if content == _NOTHING:

@@ -1021,17 +1021,17 @@ def test_a_site_has_the_attempt_that_it_joined_last_in_memory_until_it_reveals(
     attack, resident = Attack(federation), federation.resident
     attack.fold()
     survivors = attack.coordinator.survivors()
-    first = {key: attempts for key, (_, attempts) in resident.opened.items()}
+    first = {key: attempts for key, (*_, attempts) in resident.opened.items()}
     assert len(first) == len(attack.sites)
     again = Attack(federation, attempt=2)
     again.deal()
     assert first.keys() == resident.opened.keys()
-    assert not any(resident.opened[key][1] is attempts for key, attempts in first.items())
+    assert not any(resident.opened[key][2] is attempts for key, attempts in first.items())
     with pytest.raises(SecureSumError):
         attack.agree(attack.sites[0], survivors)
     totals = Attack(federation, purpose=EVALUATE)
     totals.deal()
-    assert {about.purpose for about, _ in resident.opened.values()} == {EVALUATE}
+    assert {about.purpose for _, about, _ in resident.opened.values()} == {EVALUATE}
     without_guard(federation)  # another plan, for which the process drops what it has loaded
     assert resident.opened == {}
     Attack(federation, attempt=3).carry_through(())
@@ -1051,7 +1051,73 @@ def test_the_attempt_in_memory_answers_for_its_own_sum_alone(federation: Federat
     for other in others:
         with pytest.raises(SecureSumError):
             attack.agree(site, survivors, **other)
+    (pin,) = site.config.folder.glob("secure/pins/run-of-*")
+    # What is derived again is refused now: none of those messages has dropped the attempt.
+    pin.write_bytes(b"0ther")
     assert isinstance(attack.agree(site, survivors), Confirm)
+
+
+@pytest.mark.parametrize("failing", [Step.SHARE, Step.CONFIRM])
+def test_a_step_that_is_not_on_disk_is_not_taken_in_memory_either(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Step
+) -> None:
+    """The disk is full once. A copy of the site's folder gives the later request that is asked too early."""
+    attack = in_own_processes(federation)
+    coordinator, site = attack.coordinator, attack.sites[0]
+    if failing is Step.SHARE:
+        for each in attack.sites:
+            advertised = attack.agree(each, coordinator.begin)
+            assert isinstance(advertised, Advertise)
+            coordinator.advertised(advertised)
+    else:
+        attack.fold()
+    message = coordinator.peers() if failing is Step.SHARE else coordinator.survivors()
+    shutil.copytree(site.config.folder, tmp_path / "copy")
+
+    def full(*_: object) -> None:
+        raise StorageError("attempt", expected="a disk that accepts the write")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(attempt_files.AttemptFiles, "keep", full)
+        with pytest.raises(StorageError):
+            attack.agree(site, message)
+    copy = federation.site(state=str(tmp_path / "copy"), resident=Resident())
+    answers = [attack.agree(each, message) for each in (copy, *attack.sites[1:])]
+    for answer in answers:
+        if isinstance(answer, Shares):
+            coordinator.shared(answer)
+        elif isinstance(answer, Confirm):
+            coordinator.confirmed(answer)
+    later: Request
+    if failing is Step.SHARE:
+        later = federation.request(inbox=coordinator.inboxes()[site.name])
+    else:
+        later = Agree(federation.sum_id(), coordinator.request()[site.name])
+    for process in (federation.site(resident=Resident()), site):
+        with pytest.raises(StepError):
+            process.answer(later)
+    assert encode(attack.agree(site, message)) == encode(answers[0])
+    assert isinstance(site.answer(later), Contribution | Reveal)
+
+
+def test_an_edit_of_its_configuration_leaves_one_attempt_of_a_site_in_memory(federation: Federation) -> None:
+    attack, resident = in_own_processes(federation), Resident()
+    attack.sites[0] = site = federation.site(resident=resident)
+    attack.fold()
+    survivors, edited = attack.coordinator.survivors(), federation.site(resident=resident, minimum_cohort=4)
+    assert isinstance(attack.agree(edited, survivors), Confirm)
+    assert len(resident.opened) == 1
+    (pin,) = site.config.folder.glob("secure/pins/run-of-*")
+    joined = pin.read_bytes()
+    pin.write_bytes(b"0ther")
+    with pytest.raises(PinnedError):  # edited back, it derives the attempt again
+        attack.agree(site, survivors)
+    pin.write_bytes(joined)
+    assert isinstance(attack.agree(site, survivors), Confirm)
+    again = Attack(federation, attempt=2)
+    again.sites = [edited, *attack.sites[1:]]
+    again.carry_through(())
+    assert resident.opened == {}
 
 
 def test_a_site_that_is_not_simulated_uses_no_attempt_of_one_that_is(

@@ -73,7 +73,7 @@ def test_another_process_finds_what_one_has_kept(folder: Path) -> None:
     assert found.kept == Kept((0, 0), (1, 1), SEED, (BEGIN, (Step.SHARE, b"peers")))
     assert found.marks.joined == (1, 1)
     fill(folder, attempt=2)
-    assert read(folder).marks == Marks((1, 2), answered_in(2), 3)
+    assert read(folder).marks == Marks((1, 2), answered_in(2), 4)
 
 
 def test_only_the_site_can_read_them_and_the_seed_is_gone_in_the_end(folder: Path) -> None:
@@ -229,8 +229,8 @@ def test_damage_makes_a_site_refuse_and_forget_nothing(
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_the_other_files_know_what_a_damaged_slot_said(folder: Path, slot: int) -> None:
-    """After each step of three attempts. What was revealed must be whole then, or the site refuses."""
-    marks, revealed = folder / "marks", folder / "revealed"
+    """After each step of three attempts. The other files must be whole then, or the site refuses."""
+    marks, revealed, attempted = folder / "marks", folder / "revealed", folder / "attempt"
     for attempt in (1, 2, 3):
         for step in steps_of(attempt):
             with turn(folder) as files:
@@ -246,8 +246,19 @@ def test_the_other_files_know_what_a_damaged_slot_said(folder: Path, slot: int) 
                 revealed.write_bytes(cut)
                 with pytest.raises(StorageError, match=r"revealed.*damaged, and a slot of marks too"):
                     read(folder)
-            marks.write_bytes(whole)
             revealed.write_bytes(sent)
+            if content := attempted.read_bytes():
+                attempted.write_bytes(content[:-1])
+                with pytest.raises(StorageError, match=r"attempt.*damaged, and a slot of marks too"):
+                    read(folder)
+                attempted.write_bytes(content)
+            marks.write_bytes(whole)
+
+
+def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) -> None:
+    (folder / "attempt").write_bytes(b"torn")
+    found = read(folder)
+    assert (found.marks.joined, found.kept) == ((0, 0), None)
 
 
 def test_a_slot_of_an_earlier_time_is_damage(folder: Path) -> None:
