@@ -1,4 +1,4 @@
-"""The benchmark of the secure sum runs: it replaces the training of real sites, so a change of their interface ends it."""
+"""The benchmark of the secure sum runs: it replaces the training of real sites, and a change there may end it."""
 
 from __future__ import annotations
 
