@@ -302,7 +302,10 @@ def _work(
         traceback.print_exc()
         channel.put(Unusable(one_line(error)), PushSegments())
         return
-    channel.put(Ready(), PushSegments())
+    try:
+        channel.put(Ready(), PushSegments())
+    except ConnectionError:  # the coordinator has ended meanwhile
+        return
     lent = LentSegments()
     while True:
         try:

@@ -118,7 +118,7 @@ def test_a_deployment_ends_with_the_weights_of_a_simulation(
     for site in rehearsed.sites():
         state = site.parent / "state"
         assert not list((state / "exchange").iterdir()), "so are those of a site"
-        assert any(state.rglob("*.npy"))
+        assert any(state.rglob("*.bin")), "it has prepared no records"
         assert not [path for path in state.rglob("*") if path.stat().st_mode & 0o077]
 
 
