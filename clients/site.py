@@ -413,7 +413,7 @@ class Site:
         with the same others could compute the difference.
 
         Raises:
-            StaleError: the site has made them by other instructions or from other state, or revealed and lost them.
+            StaleError: the site has made them by other instructions or from other state, or masked and lost them.
             StepError: what the site carries is no longer what it has advertised.
         """
         plan, purpose, round_number = loaded.plan, told.sum.purpose, told.sum.round
@@ -431,10 +431,10 @@ class Site:
             if loaded.sums.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
             return kept
-        if plan.aggregation.secure and self._attempts(loaded, told.sum).answered_in(round_number):
+        if plan.aggregation.secure and self._attempts(loaded, told.sum).masked_in(round_number):
             raise StaleError(
                 f"update of round {round_number}",
-                expected="the one for which this site has revealed shares, which is lost: it makes no second one",
+                expected="the one that this site has masked, which is lost: it makes no second one",
             )
 
         def write(path: Path) -> Written:

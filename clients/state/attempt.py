@@ -33,7 +33,7 @@ from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.secure_site import Member, Past, SecureSite
 from cloister.aggregation.secure.secure_sum import Answered, Contract
 from cloister.aggregation.vector.span import Piece, manifest_digest
-from cloister.clients.state.attempt_files import AttemptFiles, Kept, State
+from cloister.clients.state.attempt_files import MASKED, AttemptFiles, Kept, State
 from cloister.clients.state.kept import Written
 from cloister.protocol.errors import StaleError, StepError
 from cloister.protocol.messages.messages import (
@@ -53,8 +53,6 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.wire import from_bytes, to_bytes
 
-_MASKED = 0
-"""Label in the log of an attempt, besides the steps: the digest of the masked vector."""
 _TOLD: dict[int, type[Told]] = {kind.STEP: kind for kind in get_args(Told)}
 
 Answer: TypeAlias = Advertise | Shares | Confirm | Reveal
@@ -124,11 +122,10 @@ class Attempts:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
             return answer
 
-    def answered_in(self, round_number: int) -> bool:
-        """Whether the site has revealed shares in a round."""
+    def masked_in(self, round_number: int) -> bool:
+        """Whether the site has masked a vector of a round, which may be in a sum that was opened."""
         with self._turn() as files:
-            answered = files.state(self._known).marks.answered
-        return answered is not None and answered.round == round_number
+            return files.state(self._known).marks.masked == round_number
 
     def mask(
         self,
@@ -174,9 +171,9 @@ class Attempts:
             masked = mask(site, pieces)
             digest = manifest_digest(masked.manifest)
             statement = site.masked(digest)  # refuses another than the one that is kept
-            # Nothing of the vector leaves before these two are synced.
-            logged = (int(Step.UPDATE), to_bytes(inbox)), (_MASKED, digest)
-            self._remember(files.keep(state, *logged), site)
+            # Nothing of the vector leaves before these are synced.
+            logged = (int(Step.UPDATE), to_bytes(inbox)), (MASKED, digest)
+            self._remember(files.keep(files.mark_masked(state, round_number), *logged), site)
         return statement, masked
 
     def _turn(self) -> AbstractContextManager[AttemptFiles]:
@@ -246,7 +243,7 @@ def _handle_again(site: SecureSite, step: int, body: bytes) -> None:
         _handle(site, from_bytes(_TOLD[step], body))
     elif step == Step.UPDATE:
         site.receive(from_bytes(Inbox, body))
-    elif step == _MASKED:
+    elif step == MASKED:
         site.take_seeds(instructions=site.attempt.instructions)  # they were used and must not be used again
         site.masked(body)
     else:

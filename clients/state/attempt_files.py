@@ -50,6 +50,9 @@ _SLOT = 4096  # bytes of a slot of `marks`: no disk writes two of them as one se
 _NOTHING = pack("no answer yet")
 """What is in `revealed` before the first answer."""
 
+MASKED = 0
+"""What is logged beside the protocol's steps: the digest of the masked vector."""
+
 Logged = tuple[int, bytes]
 
 
@@ -63,6 +66,8 @@ class Marks:
     """The survivors for which the site revealed shares last."""
     writes: int = 0
     """Number of writes before this one."""
+    masked: int = -1
+    """The round for which the site masked a vector last; -1: none. The vector may have been opened in a sum since."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,12 @@ class AttemptFiles:
         """Record durably the survivors for which shares are revealed."""
         return replace(state, marks=self._mark(replace(state.marks, answered=answered)))
 
+    def mark_masked(self, state: State, round_number: int) -> State:
+        """Record durably that the site masks a vector of a round, unless it is recorded."""
+        if state.marks.masked == round_number:
+            return state
+        return replace(state, marks=self._mark(replace(state.marks, masked=round_number)))
+
     def keep_revealed(self, state: State, request: bytes, answer: bytes) -> None:
         """Keep the answer to a request for shares, which is marked, durably; it replaces the previous one.
 
@@ -234,14 +245,16 @@ class AttemptFiles:
         kept = self._read_attempt(end)
         if kept is None and end:  # it may have been joined; a power cut tears it or a slot, not both
             raise _unknown(self._folder / "attempt", "damaged, and a slot of marks too")
-        joined = max(marks.joined, kept.now if kept is not None else (0, 0))
+        if kept is not None:
+            masked = kept.now[0] if any(step == MASKED for step, _ in kept.log) else marks.masked
+            marks = replace(marks, joined=max(marks.joined, kept.now), masked=masked)
         content = _content(self._read_revealed())
         if content == _NOTHING:
-            return replace(marks, joined=joined)
+            return marks
         match unpack(content) if content else ():
             case (bytes(_), bytes(_), int(round_), int(attempt), bytes(survivors)):
                 answered = Answered(self._run, round_, attempt, survivors)
-                return replace(marks, joined=joined, answered=answered)
+                return replace(marks, answered=answered)
         raise _unknown(self._folder / "revealed", "damaged, and a slot of marks too")
 
     def _read_attempt(self, end: int) -> Kept | None:
@@ -325,17 +338,18 @@ def _fields(answered: Answered | None) -> tuple[Value, ...]:
 
 
 def _slot(marks: Marks) -> bytes:
-    return _frame(pack(marks.writes, *marks.joined, *_fields(marks.answered))).ljust(_SLOT, b"\0")
+    frame = _frame(pack(marks.writes, *marks.joined, marks.masked + 1, *_fields(marks.answered)))
+    return frame.ljust(_SLOT, b"\0")
 
 
 def _marks_in(run: str, slot: bytes) -> Marks | None:
     """The marks in a slot; None if it is damaged."""
     content = _content(slot)
     match unpack(content) if content else ():
-        case (int(writes), int(a), int(b)):
-            return Marks((a, b), None, writes)
-        case (int(writes), int(a), int(b), int(round_), int(attempt), bytes(survivors)):
-            return Marks((a, b), Answered(run, round_, attempt, survivors), writes)
+        case (int(writes), int(a), int(b), int(masked)):
+            return Marks((a, b), None, writes, masked - 1)
+        case (int(writes), int(a), int(b), int(masked), int(round_), int(attempt), bytes(survivors)):
+            return Marks((a, b), Answered(run, round_, attempt, survivors), writes, masked - 1)
     return None
 
 

@@ -16,7 +16,8 @@ every step is one Poisson-sampled Gaussian mechanism with rate q and noise multi
 and a round is `local.steps` of them. The following keeps this true:
 
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
-- A unit whose gradient is not finite contributes zero, without an error: an error would reveal that the unit is there.
+- A unit whose gradient is not finite, or on which the model fails, contributes zero, without an error: an error would
+  reveal that the unit is there.
 - Batches, noise and dropout come from a secret stream of the site, never from the plan's public seed. With public
   dropout masks, one additional unit would change the masks of the units after it, and so S by more than C. Secret masks
   are the mechanism's own randomness, with the same law for every unit at any place in the batch; they come from torch's
@@ -91,6 +92,7 @@ _BITS = 38
 """A clipped term has at most 2^38 steps of the grid on which terms are summed."""
 _MOST_UNITS = 2 ** (63 - _BITS)
 """Fewer units than this fit into a sum of 64-bit integers."""
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _AT_ONCE = 2**24
 """Elements that are rounded to the grid at a time, which bounds the memory for it."""
 
@@ -571,7 +573,17 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
             rows = np.arange(first, min(end, first + self.most))
             part, most = self.weights.unit_rows(len(rows))
             rows = rows[part]
-            losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
+            try:
+                losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:
+                if type(self.weights) is not Weights:  # the other ranks wait for this one
+                    raise
+                _log.warning("the model fails on a unit, which counts as zero and %s: %s", MUST_STAY, error)
+                for parameter in self.parameters:
+                    parameter.grad = None
+                break
             nats += losses.sum().cpu()
             tokens += int(learned.sum())
         self.weights.take_gradients()

@@ -19,17 +19,18 @@ from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.vector.span import Piece, manifest_of
 from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
-from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.clients.training.dpsgd import OUT_OF_MEMORY, PrivateTrainer
 from cloister.clients.training.release import MUST_STAY, Finished, contribution
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.evaluate import HeldOut, held_out
 from cloister.lm.text.data import Prepared
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import UpdateError
+from cloister.protocol.errors import CloisterError, UpdateError
 from cloister.protocol.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -152,8 +153,13 @@ def train(
                 carry=task.carry,
                 steps=task.steps,
             )
-    except UpdateError as error:
-        if not protected:
+    except (CloisterError, *OUT_OF_MEMORY) as error:
+        if not protected or not isinstance(error, UpdateError):
+            raise
+        _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
+        return _nothing(trainer, task.part)
+    except Exception as error:  # of the model, on a record
+        if not protected or type(trainer.weights) is not Weights:
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
         return _nothing(trainer, task.part)

@@ -127,8 +127,8 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
             own = own or new_head
         else:
             module = from_pretrained(place, config)
-    if place is None:
-        _check_runs(plan.model, module)
+    if place is None or plan.privacy.unit != "none":
+        _check_runs(plan, module, tokenizer)
     if base is not None:
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
@@ -501,13 +501,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
     longest = getattr(text, "max_position_embeddings", None)
     builtin = plan.model.name.startswith(BUILTIN)
     if isinstance(longest, int) and 0 < longest < plan.data.sequence_length:
-        fix = "raise model.config.max_position_embeddings or " if builtin else ""
-        raise ModelError(
-            "data.sequence_length",
-            plan.data.sequence_length,
-            expected=f"at most the {longest} positions of {plan.model.name}",
-            fix=f"{fix}lower data.sequence_length",
-        )
+        raise _too_long(plan, f"at most the {longest} positions of {plan.model.name}")
     # The largest id and not their number: with a gap, one record could have a token that the model does not know.
     largest = max(tokenizer.get_vocab().values(), default=-1) + 1
     if max(largest, len(tokenizer)) > text.vocab_size:
@@ -526,18 +520,46 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
         )
 
 
-def _check_runs(section: ModelSection, module: nn.Module) -> None:
-    """Run two tokens through a fresh model: many types detect an inconsistent configuration only here."""
+def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Run two tokens and a full row without padding through a model: many types detect an inconsistent configuration,
+    or a row that they do not take, only here. In training one long record would end in an error, and the site with it.
+    """
+    token = 0 if tokenizer.pad_token_id != 0 else 1
     module.eval()
     try:
         with torch.no_grad():
-            module(input_ids=torch.zeros(1, 2, dtype=torch.long))
+            for length in (2, plan.data.sequence_length):
+                module(input_ids=torch.full((1, length), token))
     except Exception as error:  # see `_builtin_config`
-        raise _inconsistent(section, error) from error
+        if length > 2:
+            raise _too_long(plan, f"a length that {plan.model.name} takes ({first_line(error)})") from error
+        raise _inconsistent(plan.model, error) from error
+
+
+def _check_positions(plan: Plan, module: nn.Module) -> None:
+    """Check the models that number positions from the padding's id on, such as RoBERTa, without running them."""
+    for each in module.modules():
+        if isinstance(table := getattr(each, "position_embeddings", None), nn.Embedding):
+            positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+            if positions < plan.data.sequence_length:
+                raise _too_long(
+                    plan, f"at most the {positions} positions of {plan.model.name} after the padding's id"
+                )
+
+
+def _too_long(plan: Plan, expected: str) -> ModelError:
+    fix = "raise model.config.max_position_embeddings or " if plan.model.name.startswith(BUILTIN) else ""
+    return ModelError(
+        "data.sequence_length",
+        plan.data.sequence_length,
+        expected=expected,
+        fix=f"{fix}lower data.sequence_length",
+    )
 
 
 def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
     """Add the adapter, select the trained parameters, and lay them out."""
+    _check_positions(plan, module)
     adapter = plan.model.adapter
     if adapter.scheme == "full":
         module.requires_grad_(True)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from cloister.clients.state.kept import ROUNDING_KEY, Kept, update_path
 from cloister.clients.training.work import Here
 from cloister.lm.model.model import from_config
 from cloister.lm.text.tokenizer import byte_tokenizer
+from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.policy import Policy
 from cloister.protocol.errors import (
@@ -484,9 +485,30 @@ def test_an_update_with_other_noise_is_not_masked_in_its_place(tmp_path: Path) -
     site, inbox = attack.sites[0], attack.deal()[federation.names[0]]
     first = attack.contribute(site, inbox, clip=1.0)
     update_path(site.config.folder, 1).unlink()
-    with pytest.raises(StepError, match="the one that was signed before"):
+    with pytest.raises(StaleError, match="makes no second one"):
         attack.contribute(site, inbox, clip=1.0)
     assert first.statement is not None
+
+
+@pytest.mark.parametrize("unit", ["site", "none"])
+def test_a_model_that_fails_on_a_record_makes_no_dropout_of_a_site_that_is_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    """It sends zeros with its noise, as for an update that is not finite: whether a record fails depends on data."""
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise IndexError("index 290 is out of bounds")
+
+    told: dict[str, Any] = {"clip": 1.0} if unit == "site" else {}
+    settings = SKELLAM if unit == "site" else ()
+    attack = Attack(Federation(tmp_path, tiny(*settings)), **told)
+    site, inboxes = attack.sites[0], attack.deal()
+    monkeypatch.setattr(Trainer, "train", fail)
+    if unit == "none":
+        with pytest.raises(IndexError):
+            attack.contribute(site, inboxes[site.name], **told)
+    else:
+        assert attack.contribute(site, inboxes[site.name], **told).statement is not None
 
 
 def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation) -> None:
@@ -557,15 +579,20 @@ def test_a_site_answers_for_one_list_of_survivors_through_attempts(federation: F
         again.carry_through(left_out=(federation.names[3],))
 
 
-def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_revealed_shares(
-    federation: Federation,
+@pytest.mark.parametrize("revealed", [True, False])
+def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_masked_one(
+    federation: Federation, revealed: bool
 ) -> None:
-    """Its update is lost. The difference of two sums with another one is that of one site's updates."""
+    """Its update is lost. The difference of two sums with another one is that of one site's updates; the first sum is
+    opened by the shares of others, whether the site itself reveals or not."""
     first = Attack(federation)
-    first.carry_through(left_out=())
+    if revealed:
+        first.carry_through(left_out=())
+    else:
+        first.fold()
     update_path(first.sites[0].config.folder, 1).unlink()
     with pytest.raises(StaleError, match="makes no second one"):
-        Attack(federation, attempt=2).carry_through(left_out=())
+        Attack(federation, attempt=2).fold()
 
 
 OTHER_MODELS = [

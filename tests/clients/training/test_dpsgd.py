@@ -351,6 +351,23 @@ def test_opacus_is_refused_with_checkpointing_and_other_layers() -> None:
     assert "type Scaled" in why_not(plan, model)
 
 
+def test_a_unit_on_which_the_model_fails_counts_as_zero() -> None:
+    """Its error would reveal that it is there: the sum is that of the other units, also where the unit has windows that
+    were taken before."""
+    run, data, units = Run(plan_of("local.batch_size=1")), some(), [0, 1, 2, 3]
+    expected = run.summed(data, [0, 2, 3])
+    assert data.starts is not None
+    last = data.tokens[data.starts[2] - 1]  # of unit 1
+
+    def fail(_module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tokens: torch.Tensor = named["input_ids"] if "input_ids" in named else given[0]
+        if (tokens.numpy() == last).all(-1).any():
+            raise IndexError("index 290 is out of bounds")
+
+    run.model.module.register_forward_pre_hook(fail, with_kwargs=True)
+    assert np.array_equal(run.summed(data, units), expected)
+
+
 LARGER = [
     "data.sequence_length=13",
     "model.config.hidden_size=260",

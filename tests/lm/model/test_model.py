@@ -546,3 +546,32 @@ def test_a_model_of_chats_is_asked_by_its_template(tmp_path: Path) -> None:
     answer = generate(tmp_path / "final", "When?", chat=True, max_new_tokens=6, temperature=0)
     assert str(asked) != "When?"
     assert generate(tmp_path / "final", str(asked), max_new_tokens=6, temperature=0) == f"{asked}{answer}"
+
+
+@pytest.mark.parametrize("how", [load_model, count_parameters, "run"])
+def test_a_model_that_numbers_positions_from_the_padding_on_has_fewer(
+    how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoBERTa's first position is that after the padding's id, 257. A record that is longer than the rest would end the
+    training of its site, and so show that it is there."""
+
+    def plan(positions: int) -> Plan:
+        settings = [f"model.config.{key}={value}" for key, value in SIZES.items()]
+        return parse(
+            "",
+            [
+                *settings,
+                "model.name=builtin:roberta",
+                "model.config.intermediate_size=48",
+                f"model.config.max_position_embeddings={positions}",
+                "data.sequence_length=64",
+            ],
+        )
+
+    load = load_model if how == "run" else how
+    load(plan(258 + 64))
+    if how == "run":
+        monkeypatch.setattr(model_module, "_check_positions", lambda *_: None)
+    with pytest.raises(ModelError) as refused:
+        load(plan(258 + 63))
+    assert (refused.value.field, refused.value.value) == ("data.sequence_length", 64)

@@ -1356,7 +1356,7 @@ LIES: dict[Step, dict[str, Any]] = {
     Step.UNMASK: {"loses": Step.UPDATE},
 }
 """For each step, the view whose message at that step is another than that of the view of all sites."""
-SYNCS = {Step.ADVERTISE: 2, Step.SHARE: 1, Step.UPDATE: 1, Step.CONFIRM: 1, Step.UNMASK: 3}
+SYNCS = {Step.ADVERTISE: 2, Step.SHARE: 1, Step.UPDATE: 2, Step.CONFIRM: 1, Step.UNMASK: 3}
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["power cut", "killed, then power cut"])
