@@ -21,14 +21,14 @@ PYTEST ?=
 simulate: $(READY)
 	$(BIN)/cloister simulate $(SIMULATE)
 
-# Twice as many workers as cores of a small machine: half of the time a test waits for processes that it started.
-SUITE = $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# More workers than the cores of a small machine: half of the time a test waits for processes that it started.
+SUITE = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(SUITE) -m 'not slow' $(PYTEST)
+	$(SUITE) --numprocesses 4 -m 'not slow' $(PYTEST)
 
 test-slow: $(READY)
-	$(SUITE) -m slow $(PYTEST)
+	$(SUITE) --numprocesses 3 -m slow $(PYTEST)
 
 test-deployment: $(READY)
 	$(BIN)/python -m pytest -v tests/deployment/deployment_*.py $(PYTEST)

@@ -168,7 +168,9 @@ def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and
     assert at_work == {"one", "two"}
     assert not list(Path("run").glob(".nodes-*"))
     await_(
-        lambda: not any(two.workers(node) for node in two.raylets)
+        lambda: (
+            not any(title(process) != "ray::IDLE" for node in two.raylets for process in two.workers(node))
+        )
     )  # the cluster is left, the workers are not
     assert all(title(raylet) for raylet in two.raylets.values())
 
