@@ -577,7 +577,7 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
                 losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
             except OUT_OF_MEMORY:
                 raise
-            except Exception as error:
+            except Exception as error:  # models raise any type, and each would reveal that the unit is there
                 if type(self.weights) is not Weights:  # the other ranks wait for this one
                     raise
                 _log.warning("the model fails on a unit, which counts as zero and %s: %s", MUST_STAY, error)

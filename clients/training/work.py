@@ -158,7 +158,7 @@ def train(
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
         return _nothing(trainer, task.part)
-    except Exception as error:  # of the model, on a record
+    except Exception as error:  # models raise any type on a record, and each would reveal that it is there
         if not protected or type(trainer.weights) is not Weights:
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)

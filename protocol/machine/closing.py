@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """What has a `close`, as a context manager."""
 
     def __enter__(self) -> Self:
@@ -14,6 +15,6 @@ class Closing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what it holds."""
-        raise NotImplementedError
