@@ -14,8 +14,6 @@ from cloister.cli.options.shared_options import add_json
 from cloister.cli.verbs.export import check_new
 from cloister.protocol.errors import CloisterError, DataError
 
-HELP = "train a tokenizer on public text, or show how one cuts a text"
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `train` and `show`."""
