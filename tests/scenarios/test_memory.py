@@ -79,6 +79,12 @@ def keep_nothing_freed() -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
+def give_back_what_is_freed() -> None:
+    """Garbage in circles, and pages that glibc keeps at the ends of its threads' arenas, are not held."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def apart(measure: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `measure` returns in a process in which no test has run."""
     with ProcessPoolExecutor(1, get_context("forkserver"), keep_nothing_freed) as pool:
@@ -198,10 +204,11 @@ def of_a_run(tmp_path: Path) -> tuple[float, float, float]:
     held: dict[type[Event], float] = {}
 
     def go(federation: Federation, reopen: Callable[[Path], RunFolder]) -> None:
-        gc.collect()
+        give_back_what_is_freed()
         before = resident("VmRSS")
 
         def observe(event: Event) -> None:
+            give_back_what_is_freed()
             held[type(event)] = (resident("VmRSS") - before) / (4 * federation.layout.size)
 
         with reopen(federation.folder / "run") as folder, mock.patch.object(os, "fsync"):
