@@ -5,7 +5,7 @@
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions, sizes
 # make docs       generate docs/plan.md from protocol/plan/plan.py
-# make proto      generate protocol/messages/exchange_pb2.py from protocol/messages/exchange.proto
+# make proto      generate protocol/messages/door_pb2.py from protocol/messages/door.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
 # Everything else is installed into $(VENV) first; nothing else on the machine is touched.
 
@@ -46,7 +46,7 @@ docs: $(READY)
 	$(BIN)/python -m cloister.protocol.plan.template > docs/plan.md
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -Iprotocol/messages --python_out=protocol/messages --pyi_out=protocol/messages exchange.proto
+	$(BIN)/python -m grpc_tools.protoc -Iprotocol/messages --python_out=protocol/messages --pyi_out=protocol/messages door.proto
 
 # pfl-research requires an older dp-accounting, so it has an environment of its own, with the versions that matter here.
 PEERS = .venv-pfl

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from cloister.clients.app import client_app, serve_tasks
 from cloister.clients.checks.heartbeat import heartbeat_path
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.clients.network.superlink import refuses_clock
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config

@@ -83,19 +83,19 @@ class EngineError(CloisterError):
     """An engine cannot start, or has lost something that it needs to continue."""
 
 
-class ExchangeError(CloisterError):
+class DoorError(CloisterError):
     """A session of the exchange has ended or was refused: its peer is gone, silent, too fast or not understood."""
 
 
-class InvitationError(ExchangeError):
+class InvitationError(DoorError):
     """An invitation is unknown, used, expired, or of another run."""
 
 
-class UntrustedError(ExchangeError):
+class UntrustedError(DoorError):
     """A server does not show the certificate that the invitation has, or the certificate is not valid."""
 
 
-class TransferError(ExchangeError):
+class TransferError(DoorError):
     """A vector cannot be sent or received: it is not wanted, too long, or does not match its hash."""
 
 

@@ -34,9 +34,9 @@ KNOWS_FLOWER = {
 }
 """The carriers over Flower. No other file imports it."""
 KNOWS_GRPC = {
-    "clients/network/exchange.py",
+    "clients/network/door.py",
     "clients/network/superlink.py",
-    "server/exchange/exchange.py",
+    "server/door/door.py",
 }
 """The carriers over the exchange, and the question to the SuperLink. No other file imports gRPC."""
 
@@ -114,7 +114,7 @@ def test_the_check_finds_a_wrong_import() -> None:
     assert wrong_imports("clients/site.py", {"cloister.server.round.round"}) == {"cloister.server"}
     assert wrong_imports("server/round/round.py", {"flwr.serverapp"}) == {"flwr.serverapp"}
     assert wrong_imports("server/federation/app.py", {"grpc"}) == {"grpc"}
-    assert wrong_imports("server/exchange/exchange.py", {"grpc.aio", "flwr.serverapp"}) == {"flwr.serverapp"}
+    assert wrong_imports("server/door/door.py", {"grpc.aio", "flwr.serverapp"}) == {"flwr.serverapp"}
     assert wrong_imports("protocol/plan/plan.py", {"cloister.aggregation.secure.graph"}) == {
         "cloister.aggregation"
     }

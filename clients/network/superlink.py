@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP384R1, gener
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from cloister.clients.network.exchange import open_channel
+from cloister.clients.network.door import open_channel
 from cloister.protocol.identity.address import host_of
 from cloister.protocol.messages.transfer import HANDSHAKE_S
 

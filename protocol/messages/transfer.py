@@ -24,12 +24,12 @@ from blake3 import blake3
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import TransferError
 from cloister.protocol.machine.storage import on_disk
-from cloister.protocol.messages.exchange_pb2 import Part
+from cloister.protocol.messages.door_pb2 import Part
 from cloister.protocol.messages.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
 
 VERSION = "cloister/exchange/1"
-"""Sent in the first message of a session; it changes when exchange.proto does."""
+"""Sent in the first message of a session; it changes when door.proto does."""
 CHUNK = 2**18
 """Bytes of a vector in one message."""
 SMALL = 2**18

@@ -33,7 +33,7 @@ from cloister.protocol.machine.child import Child, append_to, spawn
 from cloister.protocol.machine.flower import QUIET, SECRET, use_proxy
 from cloister.protocol.machine.fork_server import ending
 from cloister.protocol.machine.storage import lock, on_disk, write_bytes
-from cloister.server.exchange.exchange import ENVIRONMENT
+from cloister.server.door.door import ENVIRONMENT
 from cloister.server.federation.app import SuperLink
 from cloister.server.federation.control import Answer, Control
 from cloister.server.federation.deployment import Deployment, check_deployable, refusal_in

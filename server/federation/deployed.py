@@ -20,8 +20,8 @@ from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
-from cloister.server.exchange.certificate import new_certificate
-from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.door.certificate import new_certificate
+from cloister.server.door.door import ExchangeChannel, most_bytes_of
 from cloister.server.federation.app import FlowerRun, GridChannel, SuperLink
 from cloister.server.federation.deployment import Deployment, check_deployable
 from cloister.server.federation.registry import Registry

@@ -13,7 +13,7 @@ from cloister.clients.deployed import Stay
 from cloister.clients.setup.config import SiteConfig
 from cloister.protocol.identity.roster import new_identity, save_identity
 from cloister.protocol.messages.messages import Joined, Request
-from cloister.tests.parties.exchange_parties import WAIT_S, Answering, contribute, join_request, open_channel
+from cloister.tests.parties.door_parties import WAIT_S, Answering, contribute, join_request, open_channel
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_a_new_invitation_is_used_at_once_when_the_coordinator_was_started_again
 ) -> None:
     """The site does not sit out the wait before it tries an older invitation again, which is made endless here."""
     _, config = site
-    monkeypatch.setattr("cloister.clients.network.exchange._FIRST_S", 1000.0)
-    monkeypatch.setattr("cloister.clients.network.exchange._LONGEST_S", 1000.0)
+    monkeypatch.setattr("cloister.clients.network.door._FIRST_S", 1000.0)
+    monkeypatch.setattr("cloister.clients.network.door._LONGEST_S", 1000.0)
     with open_channel(tmp_path / "first") as channel:
         stay = Stay(channel.invite(), config)
         assert channel.wait_for(1, WAIT_S) == 1

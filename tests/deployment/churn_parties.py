@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.protocol.errors import CloisterError, InvitationError
 from cloister.protocol.identity.invitation import Invitation
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.messages.messages import Contribute, Contribution, Joined, Reply, Request
-from cloister.server.exchange.exchange import ENVIRONMENT
+from cloister.server.door.door import ENVIRONMENT
 from cloister.server.sum.members import Members
 from cloister.simulations.engines.process import environment
-from cloister.tests.parties.exchange_parties import RUN, WAIT_S, Answering, Relay, contribute, open_channel
+from cloister.tests.parties.door_parties import RUN, WAIT_S, Answering, Relay, contribute, open_channel
 from cloister.tests.parties.federation import tiny
 
 STAYING = ("site-1", "site-2", "site-3")

@@ -1,7 +1,7 @@
 """The kill of each process of a deployment, with SIGKILL, while a run goes on; `make test-deployment` runs it.
 
 It takes minutes, most of them until Flower notices and processes have imported what they need, so it is no part of the
-suite. `tests/server/exchange/test_exchange_run.py` kills each party at each step, without Flower.
+suite. `tests/server/door/test_door_run.py` kills each party at each step, without Flower.
 """
 
 from __future__ import annotations

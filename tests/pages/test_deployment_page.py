@@ -20,7 +20,7 @@ from cloister.clients.setup.config import read_config
 from cloister.protocol.identity.address import free_port, port_of
 from cloister.protocol.identity.roster import load_roster
 from cloister.tests.parties.doctor_parties import Listener, tls
-from cloister.tests.parties.exchange_parties import Relay
+from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import done, found
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")

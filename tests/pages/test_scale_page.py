@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from cloister.aggregation.secure.secure_sum import traffic
 from cloister.aggregation.vector import masks
-from cloister.clients.network.exchange import MOST_BYTES
+from cloister.clients.network.door import MOST_BYTES
 from cloister.protocol.errors import MaskError, PlanError, TransferError
 from cloister.protocol.messages.messages import MOST_SPANS, Advertise, Peers
 from cloister.protocol.messages.transfer import (
@@ -31,7 +31,7 @@ from cloister.protocol.messages.wire import LONGEST, to_bytes
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.protocol.plan.threshold import LARGEST, Parameters
-from cloister.server.exchange.exchange import most_bytes_of
+from cloister.server.door.door import most_bytes_of
 from cloister.server.federation.cost import cost
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")

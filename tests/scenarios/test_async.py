@@ -27,7 +27,7 @@ from cloister.lm.model.model import load_model
 from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.protocol.errors import PlanError, QuorumError
 from cloister.protocol.messages.messages import Contribute, Contribution, Reply, Request
-from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.door.door import ExchangeChannel, most_bytes_of
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.journal import MEASURED, Journal
@@ -38,7 +38,7 @@ from cloister.server.run import run
 from cloister.server.sum.channel import Failure
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
-from cloister.tests.parties.exchange_parties import (
+from cloister.tests.parties.door_parties import (
     CERTIFICATE,
     WAIT_S,
     Answering,

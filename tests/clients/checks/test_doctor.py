@@ -19,7 +19,7 @@ from cloister.clients.network.proxy import proxy_of_supernode
 from cloister.protocol.identity.address import free_port
 from cloister.protocol.identity.invitation import fingerprint_of
 from cloister.protocol.plan.soundness import parse
-from cloister.server.exchange.certificate import new_certificate
+from cloister.server.door.certificate import new_certificate
 from cloister.server.federation.doctor import coordinator_bytes
 from cloister.server.federation.registry import Renewal
 from cloister.tests.parties.doctor_parties import (
@@ -32,7 +32,7 @@ from cloister.tests.parties.doctor_parties import (
     says,
     tls,
 )
-from cloister.tests.parties.exchange_parties import Relay, open_channel
+from cloister.tests.parties.door_parties import Relay, open_channel
 from cloister.tests.tools.command import lone_refusal, ran
 
 SOON = ("--timeout", "1")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cloister.protocol.errors import EngineError
-from cloister.server.exchange.exchange import Connected
+from cloister.server.door.door import Connected
 from cloister.server.federation.deployed import Inviting
 from cloister.server.record.progress import Event, Moved
 

@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.protocol.errors import EngineError
-from cloister.server.exchange import exchange
+from cloister.server.door import exchange
 from cloister.server.federation.metrics import Metrics, served
 from cloister.server.record.progress import (
     AttemptFailed,
@@ -25,7 +25,7 @@ from cloister.server.record.progress import (
     RoundDone,
     Started,
 )
-from cloister.tests.parties.exchange_parties import CERTIFICATE, NAME, WAIT_S, open_channel
+from cloister.tests.parties.door_parties import CERTIFICATE, NAME, WAIT_S, open_channel
 from cloister.tests.parties.federation import RECORD, tiny
 from cloister.tests.parties.provisioned import Parties
 from cloister.tests.tools.command import refusal

@@ -52,7 +52,7 @@ from cloister.protocol.errors import (
     CloisterError,
     EncodingError,
     EngineError,
-    ExchangeError,
+    DoorError,
     InvitationError,
     MemberError,
     RosterError,
@@ -63,7 +63,7 @@ from cloister.protocol.errors import (
 from cloister.protocol.identity.invitation import NONCE, Invitation, Tokens, verify_proof
 from cloister.protocol.identity.roster import Card, check_name
 from cloister.protocol.machine.closing import Closing
-from cloister.protocol.messages import exchange_pb2 as pb
+from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.messages import Failed, Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
@@ -83,9 +83,9 @@ from cloister.protocol.messages.transfer import (
 )
 from cloister.protocol.messages.wire import Buffer
 from cloister.protocol.plan.plan import Plan
-from cloister.server.exchange.certificate import Certificate
-from cloister.server.exchange.event_loop import EventLoop, LoopEndedError
-from cloister.server.exchange.rate import Rate
+from cloister.server.door.certificate import Certificate
+from cloister.server.door.event_loop import EventLoop, LoopEndedError
+from cloister.server.door.rate import Rate
 from cloister.server.sum.channel import Failure, reply_in
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
     (EncodingError, grpc.StatusCode.INVALID_ARGUMENT),
     (SecureSumError, grpc.StatusCode.PERMISSION_DENIED),  # of a signature, or of a site that is no member
     (RosterError, grpc.StatusCode.PERMISSION_DENIED),  # of a name that no card may have
-    (ExchangeError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DoorError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE),
@@ -603,7 +603,7 @@ class ExchangeChannel(Closing):
                 _log.error("%s: %s", context.peer(), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
-                with contextlib.suppress(ExchangeError):
+                with contextlib.suppress(DoorError):
                     self._refusals.take()
                     _log.warning("%s: refused: %s", context.peer(), error)
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
@@ -665,9 +665,9 @@ class ExchangeChannel(Closing):
         """Steps 1 to 3: the site that has proved who it is."""
         hello = _parsed(pb.FromSite, await context.read())
         if hello.WhichOneof("said") != "hello":
-            raise ExchangeError("first message", hello.WhichOneof("said") or "", expected="hello")
+            raise DoorError("first message", hello.WhichOneof("said") or "", expected="hello")
         if hello.hello.version != VERSION:
-            raise ExchangeError(
+            raise DoorError(
                 "version of the exchange",
                 printable(hello.hello.version)[:64],
                 expected=VERSION,
@@ -680,7 +680,7 @@ class ExchangeChannel(Closing):
         await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonce)).SerializeToString())
         said = _parsed(pb.FromSite, await context.read())
         if said.WhichOneof("said") != "proof":
-            raise ExchangeError("second message", said.WhichOneof("said") or "", expected="proof")
+            raise DoorError("second message", said.WhichOneof("said") or "", expected="proof")
         name, public = said.proof.name, said.proof.key
         self._sites.check_card(name, public)
         verify_proof(
@@ -708,7 +708,7 @@ class ExchangeChannel(Closing):
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
-                    raise ExchangeError("message", other or "", expected="a reply or alive")
+                    raise DoorError("message", other or "", expected="a reply or alive")
 
     async def _tell(self, session: _Session, context: Context) -> None:
         while True:
@@ -747,7 +747,7 @@ class ExchangeChannel(Closing):
         site, session = known
         site.rate.take()
         if len(session.transfers) >= _TRANSFERS:
-            raise ExchangeError("transfers", len(session.transfers) + 1, expected=f"at most {_TRANSFERS}")
+            raise DoorError("transfers", len(session.transfers) + 1, expected=f"at most {_TRANSFERS}")
         if site.pending is None or site.pending.answered:
             raise TransferError("vector", expected="a request that waits for its reply")
         task = asyncio.current_task()

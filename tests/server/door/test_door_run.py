@@ -13,7 +13,7 @@ from cloister.protocol.identity.roster import load_roster
 from cloister.protocol.messages.messages import EVALUATE, TRAIN
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load
-from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.door.door import ExchangeChannel, most_bytes_of
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import FINISHED, Journal
@@ -21,7 +21,7 @@ from cloister.server.record.progress import Event, RoundStarted
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
-from cloister.tests.parties.exchange_parties import (
+from cloister.tests.parties.door_parties import (
     CERTIFICATE,
     WAIT_S,
     Asked,

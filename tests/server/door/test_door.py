@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.messages.messages import Contribute, Contribution, Failed, Join, Joined
 from cloister.protocol.messages.transfer import CHUNK, SMALL
-from cloister.server.exchange import exchange
-from cloister.server.exchange.exchange import ExchangeChannel
+from cloister.server.door import exchange
+from cloister.server.door.door import ExchangeChannel
 from cloister.server.sum.channel import Failure
 from cloister.simulations.engines.process import return_freed_memory
-from cloister.tests.parties.exchange_parties import (
+from cloister.tests.parties.door_parties import (
     RUN,
     WAIT_S,
     Answering,
@@ -86,7 +86,7 @@ def test_a_defect_at_a_site_is_told_and_the_site_goes_on(
     site = Answering()
     with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
         with monkeypatch.context() as patch:
-            patch.setattr("cloister.clients.network.exchange.decode_reply", lambda _: 1 // 0)
+            patch.setattr("cloister.clients.network.door.decode_reply", lambda _: 1 // 0)
             failed = ask(channel, join_request())
         assert isinstance(failed, Failed)
         assert ask(channel, join_request("{} ")) == Joined("site-1")

@@ -26,11 +26,11 @@ import pytest
 from blake3 import blake3
 
 from cloister.clients.network import exchange as clients_exchange
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.protocol.errors import (
     CloisterError,
     EngineError,
-    ExchangeError,
+    DoorError,
     InvitationError,
     MemberError,
     SignatureError,
@@ -38,7 +38,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.identity.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
 from cloister.protocol.identity.roster import Card, new_identity
-from cloister.protocol.messages.exchange_pb2 import (
+from cloister.protocol.messages.door_pb2 import (
     Alive,
     FromSite,
     Held,
@@ -53,11 +53,11 @@ from cloister.protocol.messages.exchange_pb2 import (
 from cloister.protocol.messages.messages import Failed, Joined
 from cloister.protocol.messages.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
 from cloister.protocol.messages.wire import LONGEST, to_bytes
-from cloister.server.exchange import exchange
-from cloister.server.exchange.certificate import Certificate, new_certificate
-from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
+from cloister.server.door import exchange
+from cloister.server.door.certificate import Certificate, new_certificate
+from cloister.server.door.door import ENVIRONMENT, ExchangeChannel
 from cloister.server.sum.channel import Failure
-from cloister.tests.parties.exchange_parties import (
+from cloister.tests.parties.door_parties import (
     CERTIFICATE,
     NAME,
     RUN,
@@ -71,7 +71,7 @@ from cloister.tests.parties.exchange_parties import (
     open_channel,
     said,
 )
-from cloister.tests.server.exchange.test_exchange import ask, memory
+from cloister.tests.server.door.test_door import ask, memory
 
 IDENTITY = new_identity()
 PUBLIC = IDENTITY.public_key().public_bytes_raw()
@@ -277,8 +277,8 @@ def test_tls_1_3_is_negotiated(tmp_path: Path) -> None:
 
 LISTEN = """
 import sys, pathlib
-from cloister.server.exchange.certificate import new_certificate
-from cloister.server.exchange.exchange import ExchangeChannel
+from cloister.server.door.certificate import new_certificate
+from cloister.server.door.door import ExchangeChannel
 folder = pathlib.Path(sys.argv[1])
 with ExchangeChannel("r", new_certificate(["n"]), folder, sites=1, most_bytes=9, bind="127.0.0.1:0") as channel:
     print(channel.address, flush=True)
@@ -498,7 +498,7 @@ def test_refusals_do_not_fill_the_log(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(exchange, "_LOGGED", 5)
-    monkeypatch.setattr("cloister.server.exchange.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("cloister.server.door.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         for logged in (5, 8):
             for _ in range(100):
@@ -556,7 +556,7 @@ def test_a_site_leaves_a_coordinator_that_says_nothing(
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
         relay.hold_at["down"] = 1
         error = why(channel, tmp_path, lambda i: replace(i, address=relay.address))
-        assert type(error) is ExchangeError
+        assert type(error) is DoorError
         assert "ancelled" in str(error.value)
 
 
@@ -859,9 +859,9 @@ def test_a_part_is_what_protobuf_writes(size: int) -> None:
 def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed")
     protocol = Path(__file__).parents[3] / "protocol" / "messages"
-    made = ["protoc", f"-I{protocol}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "exchange.proto"]
+    made = ["protoc", f"-I{protocol}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "door.proto"]
     assert protoc.main(made) == 0
-    for name in ("exchange_pb2.py", "exchange_pb2.pyi"):
+    for name in ("door_pb2.py", "door_pb2.pyi"):
         assert (tmp_path / name).read_text() == (protocol / name).read_text()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
@@ -35,7 +35,7 @@ from cloister.protocol.errors import BudgetError, CloisterError, InvitationError
 from cloister.protocol.identity.invitation import Invitation, prove
 from cloister.protocol.identity.roster import load_identity, load_roster, new_identity
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.exchange_pb2 import FromSite, Hello, Proof, ToSite, Welcome
+from cloister.protocol.messages.door_pb2 import FromSite, Hello, Proof, ToSite, Welcome
 from cloister.protocol.messages.messages import (
     TRAIN,
     Contribute,
@@ -48,8 +48,8 @@ from cloister.protocol.messages.messages import (
     SumId,
 )
 from cloister.protocol.messages.transfer import VERSION
-from cloister.server.exchange.certificate import Certificate, new_certificate
-from cloister.server.exchange.exchange import ExchangeChannel, most_bytes_of
+from cloister.server.door.certificate import Certificate, new_certificate
+from cloister.server.door.door import ExchangeChannel, most_bytes_of
 from cloister.server.record.folder import RunFolder
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cloister.server.exchange.event_loop import EventLoop, LoopEndedError
+from cloister.server.door.event_loop import EventLoop, LoopEndedError
 
 WAIT_S = 60.0
 

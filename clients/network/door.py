@@ -1,6 +1,6 @@
 """The exchange at a site: it connects to the coordinator, answers requests, and keeps at it until the run is over.
 
-`server/exchange/exchange.py` numbers what happens in a session. The site opens all connections, so its firewall has
+`server/door/door.py` numbers what happens in a session. The site opens all connections, so its firewall has
 to let one outbound port through; a proxy that the environment names (`HTTPS_PROXY`, `NO_PROXY`) is asked to CONNECT.
 
 A session that breaks is opened again, with exponential backoff. The reply to a request is kept until the coordinator
@@ -33,7 +33,7 @@ from cloister.clients.network.proxy import proxy_for
 from cloister.clients.network.serve import Served, reticent, serve
 from cloister.protocol.errors import (
     CloisterError,
-    ExchangeError,
+    DoorError,
     InvitationError,
     MemberError,
     TransferError,
@@ -41,7 +41,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.invitation import Invitation, prove
-from cloister.protocol.messages import exchange_pb2 as pb
+from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.messages import Failed
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
@@ -245,7 +245,7 @@ class ExchangeSite:
                 why = error
                 failures += 1
                 _log.warning("exchange: %s", error)
-                if type(error) is not ExchangeError or failures % _SAME == 0:
+                if type(error) is not DoorError or failures % _SAME == 0:
                     invitation = None
             else:
                 if over:
@@ -266,7 +266,7 @@ class ExchangeSite:
         Raises:
             UntrustedError: the server does not have the certificate of the invitation.
             InvitationError, MemberError: the coordinator refuses the site.
-            ExchangeError: the coordinator cannot be reached, or did not answer as expected.
+            DoorError: the coordinator cannot be reached, or did not answer as expected.
         """
         channel = open_channel(invitation.address, invitation.server_name, invitation.certificate)
         unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
@@ -290,7 +290,7 @@ class ExchangeSite:
                             moving.limit_s = SILENT_S
                             self._connected(_Session(channel, welcome.key, unsent))
                         else:
-                            raise ExchangeError("message", kind or "", expected="challenge or welcome")
+                            raise DoorError("message", kind or "", expected="challenge or welcome")
                     elif kind == "over":
                         return invitation, True
                     else:
@@ -304,7 +304,7 @@ class ExchangeSite:
             unsent.put(None)
             channel.close()
         if welcome is None:
-            raise ExchangeError("session", expected="one that the coordinator keeps open")
+            raise DoorError("session", expected="one that the coordinator keeps open")
         return replace(invitation, token=welcome.token), False
 
     def _proof(self, invitation: Invitation, nonce: bytes) -> pb.Proof:
@@ -536,7 +536,7 @@ def _parsed(data: bytes) -> pb.ToSite:
     try:
         said: pb.ToSite = pb.ToSite.FromString(data)
     except DecodeError:
-        raise ExchangeError("message", f"{len(data)} bytes", expected="one of the exchange") from None
+        raise DoorError("message", f"{len(data)} bytes", expected="one of the exchange") from None
     return said
 
 
@@ -549,5 +549,5 @@ def _error(error: grpc.RpcError) -> CloisterError:
     reason = printable(error.details() or error.code().name)
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return UntrustedError("server", reason, expected="the certificate of the invitation")
-    kind = _REFUSED.get(error.code(), ExchangeError)
+    kind = _REFUSED.get(error.code(), DoorError)
     return kind("session", reason, expected="a coordinator that accepts it")

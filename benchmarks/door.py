@@ -15,7 +15,7 @@ loopback, in one run.
 
 Coordinator and sites are processes of their own. The sides take turns, and the best of each is compared.
 
-    python benchmarks/exchange.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N] [--no-flower]
+    python benchmarks/door.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N] [--no-flower]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import grpc
 import numpy as np
 
 from cloister.clients.app import client_app, serve_tasks
-from cloister.clients.network.exchange import ExchangeSite
+from cloister.clients.network.door import ExchangeSite
 from cloister.protocol.errors import CloisterError, EngineError, InvitationError
 from cloister.protocol.identity.address import free_port
 from cloister.protocol.identity.invitation import Invitation
@@ -61,8 +61,8 @@ from cloister.protocol.messages.messages import (
     SumId,
 )
 from cloister.protocol.messages.transfer import CHUNK, MESSAGE
-from cloister.server.exchange.certificate import new_certificate
-from cloister.server.exchange.exchange import ENVIRONMENT, ExchangeChannel
+from cloister.server.door.certificate import new_certificate
+from cloister.server.door.door import ENVIRONMENT, ExchangeChannel
 from cloister.server.federation.app import GridChannel, SuperLink
 from cloister.server.federation.registry import Registry
 from cloister.server.sum.channel import Channel
@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--no-flower", action="store_true", help="without Flower's own messages")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # of all processes, as `cloister coordinator start` starts that of a run
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["cloister.benchmarks.exchange"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["cloister.benchmarks.door"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = options.mb * 10**6 // 4 * 4
     found = measure(options.sites, size, options.memory, options.repeats, not options.no_flower)
