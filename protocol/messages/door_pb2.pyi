@@ -35,12 +35,14 @@ class ToSite(_message.Message):
     def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "token")
+    __slots__ = ("version", "name", "nonce")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     version: str
-    token: bytes
-    def __init__(self, version: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    name: str
+    nonce: bytes
+    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Challenge(_message.Message):
     __slots__ = ("nonce",)
@@ -49,32 +51,32 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class Proof(_message.Message):
-    __slots__ = ("name", "key", "signature")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("key", "signature")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    name: str
     key: bytes
     signature: bytes
-    def __init__(self, name: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("key", "token")
+    __slots__ = ("key", "run")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
-    token: bytes
-    def __init__(self, key: _Optional[bytes] = ..., token: _Optional[bytes] = ...) -> None: ...
+    run: str
+    def __init__(self, key: _Optional[bytes] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Letter(_message.Message):
-    __slots__ = ("id", "frame", "vectors")
+    __slots__ = ("id", "frame", "vectors", "run")
     ID_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     id: bytes
     frame: bytes
     vectors: _containers.RepeatedCompositeFieldContainer[Vector]
-    def __init__(self, id: _Optional[bytes] = ..., frame: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[Vector, _Mapping]]] = ...) -> None: ...
+    run: str
+    def __init__(self, id: _Optional[bytes] = ..., frame: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[Vector, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Vector(_message.Message):
     __slots__ = ("hash", "size")
@@ -125,3 +127,87 @@ class Wanted(_message.Message):
     hash: bytes
     offset: int
     def __init__(self, hash: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FromRun(_message.Message):
+    __slots__ = ("begin", "ask", "taken", "withdrawn", "over")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    begin: Begin
+    ask: Ask
+    taken: Of
+    withdrawn: Of
+    over: Over
+    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., taken: _Optional[_Union[Of, _Mapping]] = ..., withdrawn: _Optional[_Union[Of, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
+
+class ToRun(_message.Message):
+    __slots__ = ("seen", "answer")
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    seen: Seen
+    answer: Answer
+    def __init__(self, seen: _Optional[_Union[Seen, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("run", "folder", "sites", "most_bytes")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    folder: str
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    most_bytes: int
+    def __init__(self, run: _Optional[str] = ..., folder: _Optional[str] = ..., sites: _Optional[_Iterable[str]] = ..., most_bytes: _Optional[int] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("sites", "request", "paths", "deadline_s")
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    request: Letter
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    def __init__(self, sites: _Optional[_Iterable[str]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., paths: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Of(_message.Message):
+    __slots__ = ("site", "request")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    request: bytes
+    def __init__(self, site: _Optional[str] = ..., request: _Optional[bytes] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("of", "frame", "paths", "failure")
+    OF_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    of: Of
+    frame: bytes
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    failure: str
+    def __init__(self, of: _Optional[_Union[Of, _Mapping]] = ..., frame: _Optional[bytes] = ..., paths: _Optional[_Iterable[str]] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class Seen(_message.Message):
+    __slots__ = ("sites",)
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    sites: _containers.RepeatedCompositeFieldContainer[Site]
+    def __init__(self, sites: _Optional[_Iterable[_Union[Site, _Mapping]]] = ...) -> None: ...
+
+class Site(_message.Message):
+    __slots__ = ("name", "online", "sent", "received")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ONLINE_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    online: bool
+    sent: int
+    received: int
+    def __init__(self, name: _Optional[str] = ..., online: _Optional[bool] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cloister.protocol.errors import ExchangeError
+from cloister.protocol.errors import DoorError
 
 
 class Rate:
@@ -23,11 +23,11 @@ class Rate:
         """Count one message.
 
         Raises:
-            ExchangeError: there were too many.
+            DoorError: there were too many.
         """
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
         if self._left < 1:
-            raise ExchangeError("messages", expected=f"at most {self._per_s:g} a second")
+            raise DoorError("messages", expected=f"at most {self._per_s:g} a second")
         self._left -= 1
