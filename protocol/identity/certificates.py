@@ -1,7 +1,6 @@
-"""The coordinator's certificate authority, and the certificates of its servers (X.509, RFC 5280).
+"""The coordinator's certificate authority, and the certificate of its door (X.509, RFC 5280).
 
-A federation has an authority of its own, and its sites trust no other for the SuperLink. The exchange of a run has a
-self-signed certificate, which its invitations bring (`invitation.py`). Keys are on P-256, which every TLS library takes
+A federation has an authority of its own, and its sites trust no other. Keys are on P-256, which every TLS library takes
 (gRPC's takes no Ed25519). The authority can issue certificates of servers only, and no further authority (path length
 0).
 """
@@ -126,28 +125,6 @@ def issue(
     )
 
 
-def self_signed(
-    key: EllipticCurvePrivateKey, names: Sequence[str], now: datetime.datetime, days: int
-) -> x509.Certificate:
-    """A server's certificate that no authority has issued: its peers are told it, and trust no other.
-
-    Args:
-        key: The server's private key.
-        names: DNS names and IP addresses under which the server is reached; the first is its common name too.
-        now: The present time, with a zone.
-        days: Days from now for which it is valid.
-    """
-    name = _name(names[0])
-    return (
-        _builder(name, name, now, now + datetime.timedelta(days=days))
-        .public_key(key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general(each) for each in names]), critical=False)
-        .sign(key, SHA256())
-    )
-
-
 def names_of(certificate: x509.Certificate) -> list[str]:
     """The DNS names and IP addresses of a server's certificate."""
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -169,10 +146,10 @@ def read_certificate(data: bytes, origin: str) -> x509.Certificate:
         raise CertificateError("certificate", origin, expected="one certificate in PEM or DER") from None
 
 
-def is_self_signed(certificate: x509.Certificate) -> bool:
-    """Whether a certificate is signed with its own key, as that of an authority or of `self_signed`."""
+def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether an authority's key signed a certificate, which may be its own."""
     try:
-        certificate.verify_directly_issued_by(certificate)
+        certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
@@ -188,7 +165,7 @@ def check_authority(certificate: x509.Certificate, now: datetime.datetime) -> No
         right = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except (ValueError, x509.ExtensionNotFound):
         right = False
-    if not right or not is_self_signed(certificate):
+    if not right or not issued_by(certificate, certificate):
         raise CertificateError("authority", expected="the certificate of an authority that signed itself")
     check_valid(certificate, now, "certificate of the authority")
 

@@ -1,7 +1,7 @@
 """A federation as its sites agree on it: who they are, where the coordinator is, and what changes between versions.
 
 The coordinator makes each version and sends it to all sites as one file. Its fingerprint covers all of it: name,
-version, fingerprint of the version before, addresses, certificate authority, revoked keys, and every site's signed
+version, fingerprint of the version before, address, certificate authority, revoked keys, and every site's signed
 request. The operators compare the fingerprint over another channel, so that all sites have the same file. The roster of
 its cards (`roster.py`) is what the secure sum uses.
 
@@ -33,10 +33,11 @@ from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import NAME, Roster, check_distinct
+from cloister.protocol.identity.session import Entrance
 from cloister.protocol.plan.threshold import LARGEST
 
-_FEDERATION = "cloister-federation-1"
-_TEXTS = ("name", "previous", "superlink", "exchange", "authority", "fingerprint")
+_FEDERATION = "cloister-federation-2"
+_TEXTS = ("name", "previous", "door", "authority", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Change:
     """One difference between two versions that follow each other."""
 
     kind: str
-    """`added`, `removed`, `rotated`, `revoked`, or `moved` for an address of the coordinator."""
+    """`added`, `removed`, `rotated`, `revoked`, or `moved` for the coordinator's address."""
     what: str
-    """Name of the site, or of the server."""
+    """Name of the site, or `door`."""
     detail: str
     """What a person should know of it."""
 
@@ -61,10 +62,8 @@ class Federation:
     """1 for the first."""
     previous: bytes
     """Fingerprint of the version before, 32 bytes; empty in the first."""
-    superlink: str
-    """Where sites reach Flower's SuperLink, as HOST:PORT."""
-    exchange: str
-    """Where sites reach the coordinator's exchange, as HOST:PORT."""
+    door: str
+    """Where sites reach the coordinator, as HOST:PORT."""
     authority: bytes
     """Certificate of the coordinator's authority, DER."""
     revoked: tuple[bytes, ...]
@@ -73,27 +72,30 @@ class Federation:
     """The approved requests, sorted by name."""
 
     @classmethod
-    def first(
-        cls, name: str, superlink: str, exchange: str, authority: bytes, requests: Iterable[Request]
-    ) -> Federation:
+    def first(cls, name: str, door: str, authority: bytes, requests: Iterable[Request]) -> Federation:
         """The first version.
 
         Raises:
             RosterError: a value is not allowed, or two requests have the same name or the same key.
         """
-        return cls(name, 1, b"", superlink, exchange, authority, (), _sorted(requests)).verified()
+        return cls(name, 1, b"", door, authority, (), _sorted(requests)).verified()
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
         """SHA-256 over all of it, 32 bytes."""
         sites = tuple(site.packed for site in self.sites)
-        values = (self.name, self.version, self.previous, self.superlink, self.exchange, self.authority)
+        values = (self.name, self.version, self.previous, self.door, self.authority)
         return hashlib.sha256(pack(_FEDERATION, *values, self.revoked, sites)).digest()
 
     @functools.cached_property
     def roster(self) -> Roster:
         """The roster of its cards."""
         return Roster.of(site.card for site in self.sites)
+
+    @property
+    def entrance(self) -> Entrance:
+        """Where sites reach the coordinator, and which authority its certificate is of."""
+        return Entrance(self.name, self.door, self.authority)
 
     def site(self, name: str) -> Request | None:
         """The request of the site `name`; None where it is no member."""
@@ -142,31 +144,24 @@ class Federation:
             request: Its new request, which the old key need not have signed; None: the site leaves.
 
         Raises:
-            RosterError: there is no such site, the request is of another, its key is taken or revoked, or that of its
-                SuperNode stays.
+            RosterError: there is no such site, the request is of another, or its key is taken or revoked.
         """
         old = self._member(name)
         if request is not None and request.name != name:
             raise RosterError(
                 "request", request.name, expected=f"the request of {name}, whose key is revoked"
             )
-        if request is not None and request.supernode == old.supernode:
-            raise RosterError(
-                f"SuperNode key of {name}",
-                expected="a new one: it was lost or stolen with the identity key",
-                fix="make new keys: `cloister site request` in a new folder",
-            )
         sites = [site for site in self.sites if site.name != name]
         sites += [] if request is None else [request]
         return self._next(sites=_sorted(sites), revoked=tuple(sorted({*self.revoked, old.key})))
 
-    def moving(self, superlink: str, exchange: str) -> Federation:
-        """The next version, with the coordinator at other addresses.
+    def moving(self, door: str) -> Federation:
+        """The next version, with the coordinator at another address.
 
         Raises:
             RosterError: it is no address.
         """
-        return self._next(superlink=superlink, exchange=exchange)
+        return self._next(door=door)
 
     def changes_since(self, installed: Federation) -> tuple[Change, ...]:
         """What is different from the version before.
@@ -179,10 +174,8 @@ class Federation:
         """
         self._check_follows(installed)
         found = []
-        for server in ("superlink", "exchange"):
-            old, new = getattr(installed, server), getattr(self, server)
-            if old != new:
-                found.append(Change("moved", server, f"from {old} to {new}"))
+        if self.door != installed.door:
+            found.append(Change("moved", "door", f"from {installed.door} to {self.door}"))
         revoked = set(self.revoked)
         for name in sorted(installed._by_name.keys() | self._by_name.keys()):
             before, after = installed.site(name), self.site(name)
@@ -198,7 +191,7 @@ class Federation:
                 found.append(Change(kind, name, detail))
             elif after.rotates(before.key):
                 found.append(Change("rotated", name, "its old key signed the new one"))
-            elif before.key != after.key and before.supernode != after.supernode and before.key in revoked:
+            elif before.key != after.key and before.key in revoked:
                 detail = (
                     "its key is revoked; its old key did NOT sign the new one: call the site before you agree"
                 )
@@ -229,8 +222,7 @@ class Federation:
             "name": self.name,
             "version": self.version,
             "previous": self.previous.hex(),
-            "superlink": self.superlink,
-            "exchange": self.exchange,
+            "door": self.door,
             "authority": to_base64(self.authority),
             "revoked": [to_base64(key) for key in self.revoked],
             "fingerprint": self.fingerprint.hex(),
@@ -264,8 +256,7 @@ class Federation:
                 tree["name"],
                 version,
                 bytes.fromhex(tree["previous"]),
-                tree["superlink"],
-                tree["exchange"],
+                tree["door"],
                 from_base64(tree["authority"], "authority"),
                 tuple(from_base64(key, "revoked") for key in revoked),
                 requests,
@@ -291,8 +282,7 @@ class Federation:
             raise RosterError(
                 "version", self.version, expected="1, or more with the fingerprint of the one before"
             )
-        host_of(self.superlink)
-        host_of(self.exchange)
+        host_of(self.door)
         read_certificate(self.authority, "authority")
         if not 1 <= len(self.sites) <= LARGEST:
             raise RosterError("sites", len(self.sites), expected=f"1 to {LARGEST}")
@@ -300,9 +290,6 @@ class Federation:
             "sites", "site for each name", [(site.name.casefold(), site.name) for site in self.sites]
         )
         check_distinct("sites", "site for each identity key", [(site.key, site.name) for site in self.sites])
-        check_distinct(
-            "sites", "site for each SuperNode key", [(site.supernode, site.name) for site in self.sites]
-        )
         revoked = set(self.revoked)
         if tuple(sorted(revoked)) != self.revoked:
             raise RosterError("revoked", expected="each key once, sorted")

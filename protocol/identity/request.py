@@ -1,4 +1,4 @@
-"""A site's request: its card, the key of its SuperNode and whom to call, signed with the key on the card.
+"""A site's request: its card and whom to call, signed with the key on the card.
 
 The site makes it, the coordinator approves it, and every site gets it in the file of the federation. Its fingerprint is
 a hash of all that the identity key signed. A person at the site and one at the coordinator compare it over another
@@ -23,12 +23,11 @@ from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, RosterError
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
 from cloister.protocol.identity.roster import Card
-from cloister.protocol.identity.supernode import check_supernode_key
 from cloister.protocol.plan.threshold import LARGEST
 
-_REQUEST = "cloister-request-1"
+_REQUEST = "cloister-request-2"
 _ROTATION = "cloister-rotation-1"
-_FIELDS = ("name", "key", "card", "contact", "supernode", "date", "signature", "rotation")
+_FIELDS = ("name", "key", "card", "contact", "date", "signature", "rotation")
 LONGEST_CONTACT = 200
 
 
@@ -40,8 +39,6 @@ class Request:
     """Name and public key of the site."""
     contact: str
     """Who answers for the site, and how to reach them; at most 200 printable characters."""
-    supernode: str
-    """Public key of its SuperNode, one line in OpenSSH's format."""
     date: str
     """Day on which it was made, as YYYY-MM-DD."""
     signature: bytes
@@ -54,7 +51,6 @@ class Request:
         cls,
         name: str,
         identity: Ed25519PrivateKey,
-        supernode: str,
         contact: str,
         day: datetime.date,
         replaces: Ed25519PrivateKey | None = None,
@@ -64,7 +60,6 @@ class Request:
         Args:
             name: The site's name.
             identity: Its identity key.
-            supernode: Public key of its SuperNode, one line in OpenSSH's format.
             contact: Who answers for the site.
             day: Today.
             replaces: The identity key that this one replaces; None: it replaces none.
@@ -72,7 +67,7 @@ class Request:
         Raises:
             RosterError: a value is not allowed.
         """
-        unsigned = cls(Card.of(name, identity), contact, supernode, day.isoformat(), b"")
+        unsigned = cls(Card.of(name, identity), contact, day.isoformat(), b"")
         request = replace(unsigned, signature=identity.sign(unsigned._content))
         if replaces is not None:
             request = replace(request, rotation=replaces.sign(_rotation(request.fingerprint)))
@@ -97,9 +92,7 @@ class Request:
     @property
     def packed(self) -> tuple[str | bytes, ...]:
         """All of its values, for the hash of a federation."""
-        card = self.card
-        values = (card.name, card.public, card.signature, self.contact, self.supernode, self.date)
-        return (*values, self.signature, self.rotation)
+        return (*self._signed_values, self.signature, self.rotation)
 
     def rotates(self, key: bytes) -> bool:
         """Whether the owner of the public key `key` signed that this request replaces it."""
@@ -119,7 +112,6 @@ class Request:
             right = False
         if not right:
             raise RosterError(f"date of {self.name}", self.date, expected="a day as YYYY-MM-DD")
-        check_supernode_key(self.supernode)
         if not _signed(self.key, self._content, self.signature):
             raise RosterError(
                 f"request of {self.name}",
@@ -134,17 +126,7 @@ class Request:
     @functools.cached_property
     def lines(self) -> str:
         """Its values as lines of TOML."""
-        card = self.card
-        values = (
-            card.name,
-            to_base64(card.public),
-            to_base64(card.signature),
-            self.contact,
-            self.supernode,
-            self.date,
-            to_base64(self.signature),
-            to_base64(self.rotation),
-        )
+        values = (value if isinstance(value, str) else to_base64(value) for value in self.packed)
         return table(dict(zip(_FIELDS, values, strict=True)))
 
     @classmethod
@@ -171,27 +153,24 @@ class Request:
         if set(values) != set(_FIELDS) or not all(isinstance(value, str) for value in values.values()):
             raise changed(what, origin, f"a request has {', '.join(_FIELDS)}")
         try:
-            key, card, signature, rotation = (
+            key, signed, signature, rotation = (
                 from_base64(values[field], field) for field in ("key", "card", "signature", "rotation")
             )
-            request = cls(
-                Card(values["name"], key, card),
-                values["contact"],
-                values["supernode"],
-                values["date"],
-                signature,
-                rotation,
-            )
+            card = Card(values["name"], key, signed)
+            request = cls(card, values["contact"], values["date"], signature, rotation)
             request.verify()
         except CloisterError as error:
             raise changed(what, origin, str(error)) from error
         return request
 
     @property
-    def _content(self) -> bytes:
+    def _signed_values(self) -> tuple[str | bytes, ...]:
         card = self.card
-        values = (card.name, card.public, card.signature, self.contact, self.supernode, self.date)
-        return pack(_REQUEST, *values)
+        return (card.name, card.public, card.signature, self.contact, self.date)
+
+    @property
+    def _content(self) -> bytes:
+        return pack(_REQUEST, *self._signed_values)
 
 
 def check_contact(contact: str) -> None:

@@ -1,12 +1,10 @@
-"""The coordinator's folder of a federation: its certificate authority, the SuperLink's certificate, and every version.
+"""The coordinator's folder of a federation: its certificate authority, the door's certificate, and every version.
 
 | file | what it is |
 |---|---|
 | `federation-1.toml`, `federation-2.toml`, ... | each version, public: the file that sites install |
 | `authority.key`, `authority.pem` | the certificate authority |
-| `superlink.key`, `superlink.pem` | key and certificate of the SuperLink |
-
-The exchange of a run makes a certificate of its own, which its invitations bring (`protocol/identity/invitation.py`).
+| `door.key`, `door.pem` | key and certificate of the door, the server that sites connect to |
 
 The folder is made whole or not at all. After that a version is published by one new file, which is never replaced, and
 a certificate is renewed by one file, under the same key: so a crash leaves nothing half-done.
@@ -21,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import Certificate
 from pydantic import Field
 
 from cloister.protocol.errors import CertificateError, RosterError
-from cloister.protocol.identity.address import LOOPBACK, Address, Host, host_of
+from cloister.protocol.identity.address import Address, Host, host_of
 from cloister.protocol.identity.certificates import (
     certificate_to_pem,
     check_valid,
     issue,
+    issued_by,
     key_from_pem,
     key_to_pem,
     names_of,
@@ -46,6 +44,7 @@ from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import NAME, check_private
 from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
+from cloister.server.door.certificate import Certificate as Served
 
 _VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
 
@@ -62,25 +61,21 @@ class Terms(Section):
 
     name: Name
     """Name of the federation."""
-    superlink: Address
-    """Where sites reach Flower's SuperLink, as HOST:PORT."""
-    exchange: Address
-    """Where sites reach the coordinator's exchange, as HOST:PORT."""
+    door: Address
+    """Where sites reach the coordinator, as HOST:PORT."""
     certificate_names: tuple[Host, ...] = ()
-    """DNS names and IP addresses in the SuperLink's certificate, besides the host of its address."""
+    """DNS names and IP addresses in the door's certificate, besides the host of its address."""
     authority_days: Annotated[int, Field(ge=1, le=36500)] = 3650
     """Days for which the certificate authority is valid; a new one is a new federation."""
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
-    """Days for which the SuperLink's certificate is valid; `cloister coordinator renew` makes it again."""
+    """Days for which the door's certificate is valid; `cloister coordinator renew` makes it again."""
 
 
 class Renewal(Section):
-    """What the coordinator decides when it makes the SuperLink's certificate again, or moves a server."""
+    """What the coordinator decides when it makes the door's certificate again, or moves the door."""
 
-    superlink: Address | None = None
-    """Another address of Flower's SuperLink; None: the present one."""
-    exchange: Address | None = None
-    """Another address of the exchange; None: the present one."""
+    door: Address | None = None
+    """Another address of the door; None: the present one."""
     certificate_names: tuple[Host, ...] | None = None
     """Names besides the host of the address; None: those of the present certificate."""
     certificate_days: Annotated[int, Field(ge=1, le=36500)] = 398
@@ -120,21 +115,19 @@ class Registry:
             StorageError: the disk refuses; nothing is left.
         """
         check_empty(path)
-        keys = {name: new_key() for name in ("authority", "superlink")}
+        keys = {name: new_key() for name in ("authority", "door")}
         authority = new_authority(keys["authority"], terms.name, now, terms.authority_days)
         der = authority.public_bytes(Encoding.DER)
-        federation = Federation.first(terms.name, terms.superlink, terms.exchange, der, requests)
+        federation = Federation.first(terms.name, terms.door, der, requests)
 
         def fill(folder: Path) -> None:
             folder.chmod(0o700)
-            for name, key in keys.items():
-                write_new(
-                    folder / f"{name}.key", key_to_pem(key), durable=False
-                )  # the folder is synced as a whole
-            (folder / "authority.pem").write_bytes(certificate_to_pem(authority))
-            names = _names(terms.superlink, terms.certificate_names)
-            made = issue(authority, keys["authority"], keys["superlink"], names, now, terms.certificate_days)
-            (folder / "superlink.pem").write_bytes(certificate_to_pem(made))
+            names = _names(terms.door, terms.certificate_names)
+            made = issue(authority, keys["authority"], keys["door"], names, now, terms.certificate_days)
+            for name, certificate in (("authority", authority), ("door", made)):
+                # not synced: the folder is, as a whole
+                write_new(folder / f"{name}.key", key_to_pem(keys[name]), durable=False)
+                (folder / f"{name}.pem").write_bytes(certificate_to_pem(certificate))
             _version_path(folder, 1).write_text(federation.to_toml(), encoding="utf-8")
 
         write_folder(path, fill, durable=durable)
@@ -208,7 +201,7 @@ class Registry:
         return Registry(self.path, following)
 
     def renew(self, renewal: Renewal, now: datetime.datetime) -> Registry:
-        """Make the SuperLink's certificate again, and where an address changes, a new version.
+        """Make the door's certificate again, and where its address changes, a new version.
 
         Args:
             renewal: What the coordinator decides.
@@ -220,20 +213,14 @@ class Registry:
             StorageError: the disk refuses; the certificate is the old one or the new one.
         """
         authority, authority_key = self.certificate("authority"), self._key("authority")
-        superlink = renewal.superlink or self.federation.superlink
-        more = renewal.certificate_names
+        before = self.federation.door
+        door, more = renewal.door or before, renewal.certificate_names
         if more is None:
-            old_host = host_of(self.federation.superlink)
-            more = tuple(name for name in names_of(self.certificate("superlink")) if name != old_host)
-        names, days = _names(superlink, more), renewal.certificate_days
-        made = issue(authority, authority_key, self._key("superlink"), names, now, days)
-        write_bytes(self.path / "superlink.pem", certificate_to_pem(made))
-        moved = self.federation.moving(
-            superlink=superlink, exchange=renewal.exchange or self.federation.exchange
-        )
-        if (moved.superlink, moved.exchange) == (self.federation.superlink, self.federation.exchange):
-            return self
-        return self.publish(moved)
+            more = tuple(name for name in names_of(self.certificate("door")) if name != host_of(before))
+        names, days = _names(door, more), renewal.certificate_days
+        made = issue(authority, authority_key, self._key("door"), names, now, days)
+        write_bytes(self.path / "door.pem", certificate_to_pem(made))
+        return self if door == before else self.publish(self.federation.moving(door))
 
     def check_certificates(self, now: datetime.datetime) -> None:
         """Check that authority and certificates are valid now, belong together, and that their keys are private.
@@ -248,36 +235,34 @@ class Registry:
                 str(self.path / "authority.pem"), expected="the authority that the federation's file names"
             )
         check_valid(authority, now, "certificate of the authority")
-        for name in ("authority", "superlink"):
+        for name in ("authority", "door"):
             certificate = self.certificate(name)
             path = str(self.path / f"{name}.pem")
             if certificate.public_key() != self._key(name).public_key():
                 raise CertificateError(path, expected=f"the certificate of {name}.key")
-            try:
-                certificate.verify_directly_issued_by(authority)
-            except (ValueError, TypeError, InvalidSignature):
-                raise CertificateError(
-                    path, expected="a certificate of this federation's authority"
-                ) from None
+            if not issued_by(certificate, authority):
+                raise CertificateError(path, expected="a certificate of this federation's authority")
             check_valid(
                 certificate, now, f"certificate of the {name}", fix=f"cloister coordinator renew {self.path}"
             )
 
     def certificate(self, name: str) -> Certificate:
-        """The certificate of the `authority` or the `superlink`.
+        """The certificate of the `authority` or the `door`.
 
         Raises:
             CertificateError: its file is missing or damaged.
         """
-        return read_certificate(self.certificate_bytes(name), str(self.path / f"{name}.pem"))
+        path = self.path / f"{name}.pem"
+        return read_certificate(_read(path), str(path))
 
-    def certificate_bytes(self, name: str) -> bytes:
-        """The same in PEM, as it is on disk.
+    def served(self) -> Served:
+        """The door's certificate and its private key, as a server takes them.
 
         Raises:
-            CertificateError: its file is missing.
+            RosterError: the key can be read by others.
+            CertificateError: a file is missing or damaged.
         """
-        return _read(self.path / f"{name}.pem")
+        return Served(certificate_to_pem(self.certificate("door")), key_to_pem(self._key("door")))
 
     def _key(self, name: str) -> EllipticCurvePrivateKey:
         path = self.path / f"{name}.key"
@@ -300,11 +285,8 @@ def check_empty(path: Path) -> None:
 
 
 def _names(address: str, more: Sequence[str]) -> list[str]:
-    """The names in the certificate of the SuperLink at `address`, each once.
-
-    The coordinator's own processes reach it over loopback, with the same certificate.
-    """
-    return list(dict.fromkeys([host_of(address), *more, LOOPBACK]))
+    """The names in the certificate of the door at `address`, each once."""
+    return list(dict.fromkeys([host_of(address), *more]))
 
 
 def _version_path(folder: Path, version: int) -> Path:
