@@ -28,9 +28,14 @@ S = TypeVar("S", bound="Section")
 
 _FOUNDING = {
     "name": ("NAME", "name of the federation"),
-    "superlink": ("HOST:PORT", "where sites reach Flower's SuperLink"),
-    "exchange": ("HOST:PORT", "where sites reach the coordinator's exchange"),
+    "door": ("HOST:PORT", "where sites reach the coordinator"),
 }
+_OPTIONS = {"door": "address", "certificate_names": "certificate-name"}
+"""The options of fields that have other names."""
+
+
+def _option(field: str) -> str:
+    return f"--{_OPTIONS.get(field, field.replace('_', '-'))}"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +53,9 @@ def _add_approve(actions: Actions) -> None:
     approve.add_argument("--out", required=True, metavar="FEDERATION", help="the folder of the federation")
     _add_fingerprint(approve)
     for field, (metavar, help_) in _FOUNDING.items():
-        approve.add_argument(f"--{field}", metavar=metavar, help=f"{help_} (for a new federation)")
+        approve.add_argument(
+            _option(field), dest=field, metavar=metavar, help=f"{help_} (for a new federation)"
+        )
     _add_certificate(approve)
     approve.add_argument(
         "--authority-days",
@@ -66,9 +73,11 @@ def _add_changes(actions: Actions) -> None:
     revoke.add_argument("--request", metavar="REQUEST", help="the site's new request (default: it leaves)")
     _add_fingerprint(revoke)
     renew = add_action(actions, _renew)
-    renew.add_argument("--superlink", metavar="HOST:PORT", help="another address of Flower's SuperLink")
     renew.add_argument(
-        "--exchange", metavar="HOST:PORT", help="another address of the coordinator's exchange"
+        "--address",
+        dest="door",
+        metavar="HOST:PORT",
+        help="another address, where sites reach the coordinator",
     )
     _add_certificate(renew)
     show = add_action(actions, _show)
@@ -84,34 +93,28 @@ def _add_processes(actions: Actions) -> None:
     start = add_action(actions, _start)
     start.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
     start.add_argument(
-        "--superlink-bind",
+        "--bind",
         default="",
         metavar="HOST:PORT",
-        help="where the SuperLink listens (default: all interfaces, the port of its address)",
-    )
-    start.add_argument(
-        "--exchange-bind",
-        default="",
-        metavar="HOST:PORT",
-        help="where the exchange listens (default: all interfaces, the port of its address)",
+        help="where it listens (default: all interfaces, the port of the federation's address)",
     )
     add_metrics(start)
     add_log_format(start)
     one = add_action(actions, _run)
     one.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
     one.add_argument("run", metavar="RUN", help="the run folder")
-    one.add_argument("--superlink-api", required=True, metavar="HOST:PORT", help="the SuperLink's local API")
-    one.add_argument("--secret", required=True, metavar="FILE", help="the secret of that API")
-    one.add_argument("--bind", required=True, metavar="HOST:PORT", help="where the exchange listens")
+    one.add_argument(
+        "--door", required=True, type=int, metavar="FD", help="the inherited socket to the process of `start`"
+    )
     add_log_format(one)
 
 
 def _start(arguments: argparse.Namespace) -> int:
     """Run the coordinator: let sites connect, and run what is submitted.
 
-    Run the coordinator until Ctrl-C or SIGTERM. It starts Flower's SuperLink, prints the command, and starts it again
-    when it ends; it runs the runs that are submitted, one after the other. A run that was interrupted goes on at the
-    next start.
+    Run the coordinator until Ctrl-C or SIGTERM. It listens on one port, to which sites stay connected, and runs the
+    runs that are submitted, one after the other, each in a process of its own. A run that was interrupted goes on at
+    the next start. A renewed certificate and another address take effect at the next start too.
     """
     import logging
 
@@ -123,8 +126,7 @@ def _start(arguments: argparse.Namespace) -> int:
     coordinator = Coordinator(
         Path(arguments.federation),
         logging.getLogger("cloister").info,
-        superlink_bind=arguments.superlink_bind,
-        exchange_bind=arguments.exchange_bind,
+        bind=arguments.bind,
         metrics_bind=arguments.metrics,
         metrics_on_network=arguments.metrics_on_network,
         options=("--log-format", arguments.log_format),
@@ -144,6 +146,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """
     import logging
     import resource
+    import socket
     import threading
 
     from cloister.cli.show.display import describe
@@ -152,7 +155,6 @@ def _run(arguments: argparse.Namespace) -> int:
     known: dict[str, object] = {}
     log_to_stderr(arguments.log_format, known)
     log = logging.getLogger("cloister")
-    from cloister.server.federation.app import SuperLink
     from cloister.server.federation.deployed import coordinate
     from cloister.server.federation.registry import Registry
     from cloister.server.record.events import to_json
@@ -180,12 +182,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 log.info("%s", words, extra=about)
 
     registry = Registry.open(Path(arguments.federation))
-    secret, certificate = Path(arguments.secret).read_bytes(), registry.certificate_bytes("authority")
-    with (
-        RunFolder.reopen(Path(arguments.run)) as folder,
-        SuperLink(arguments.superlink_api, secret, certificate) as superlink,
-    ):
-        coordinate(folder, registry, superlink, observe, arguments.bind)
+    with socket.socket(fileno=arguments.door) as door, RunFolder.reopen(Path(arguments.run)) as folder:
+        coordinate(folder, registry, door, observe)
     return 0
 
 
@@ -205,21 +203,21 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
         dest="certificate_names",
         action="append",
         metavar="HOST",
-        help="a DNS name or IP address in the SuperLink's certificate, besides the host of its address; repeatable",
+        help="a DNS name or IP address in the coordinator's certificate, besides the host of its address; repeatable",
     )
     parser.add_argument(
         "--certificate-days",
         type=int,
         metavar="N",
-        help="days for which the SuperLink's certificate is valid (default: 398)",
+        help="days for which the coordinator's certificate is valid (default: 398)",
     )
 
 
 def _approve(arguments: argparse.Namespace) -> int:
     """Approve requests of sites: make a federation, add sites, or take a site's next key.
 
-    Approve requests of sites. The first time, make the folder of the federation, with a certificate authority and the
-    certificate of the SuperLink. Later, add sites, or replace the key of a site whose old key signed the request.
+    Approve requests of sites. The first time, make the folder of the federation, with a certificate authority and a
+    certificate of the coordinator. Later, add sites, or replace the key of a site whose old key signed the request.
     Compare the fingerprint of each request with the site first, by telephone.
     """
     from cloister.server.federation.registry import Registry, Terms
@@ -231,7 +229,7 @@ def _approve(arguments: argparse.Namespace) -> int:
         for field in _FOUNDING:
             if getattr(arguments, field) is None:
                 raise RosterError(
-                    f"--{field}", expected=f"it for a new federation, which {arguments.out} would be"
+                    _option(field), expected=f"it for a new federation, which {arguments.out} would be"
                 )
         terms = _given(arguments, Terms, "federation")
         agreed = _agreed(requests, arguments)
@@ -239,10 +237,10 @@ def _approve(arguments: argparse.Namespace) -> int:
     for field in Terms.model_fields:
         if getattr(arguments, field) is not None:
             raise RosterError(
-                f"--{field.replace('_', '-').replace('names', 'name')}",
+                _option(field),
                 getattr(arguments, field),
                 expected="it only for a new federation",
-                fix="to change addresses or certificates: cloister coordinator renew",
+                fix="to change the address or the certificate: cloister coordinator renew",
             )
     registry = Registry.open(folder)
     registry.check_certificates(now)
@@ -283,10 +281,10 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def _renew(arguments: argparse.Namespace) -> int:
-    """Make the SuperLink's certificate again, or move a server.
+    """Make the coordinator's certificate again, or move the coordinator.
 
-    Make the SuperLink's certificate again, with the same key. Other addresses make a new version, which the sites
-    install.
+    Make the coordinator's certificate again, with the same key. A running coordinator takes it at its next start.
+    Another address makes a new version, which the sites install.
     """
     from cloister.server.federation.registry import Registry, Renewal
 
@@ -294,13 +292,13 @@ def _renew(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     before = registry.federation
     renewed = registry.renew(renewal, datetime.datetime.now(datetime.UTC))
-    return _told(renewed, before if renewed.federation != before else None, arguments)
+    return _told(renewed, before if renewed.federation != before else None, arguments, _RESTART)
 
 
 def _show(arguments: argparse.Namespace) -> int:
     """Print the newest version and its fingerprint.
 
-    Print the sites, addresses, certificates and the fingerprint of the newest version.
+    Print the sites, address, certificates and the fingerprint of the newest version.
     """
     from cloister.server.federation.registry import Registry
 
@@ -355,27 +353,44 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
     return requests
 
 
-def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> int:
-    """Print a version, what is new in it, and what to do next."""
+_RESTART = "Start the coordinator again, if it runs: it takes the certificate at its start."
+
+
+def _told(
+    registry: Registry, before: Federation | None, arguments: argparse.Namespace, first: str = ""
+) -> int:
+    """Print a version, what is new in it, and what to do next.
+
+    Args:
+        registry: The folder with the version.
+        before: The version before, if this one is new.
+        arguments: The parsed options.
+        first: What to do first; without a new version it is all that there is to do.
+    """
     federation = registry.federation
     changes = federation.changes_since(before) if before else ()
-    until = {name: registry.certificate(name).not_valid_after_utc for name in ("authority", "superlink")}
+    until = {name: registry.certificate(name).not_valid_after_utc for name in ("authority", "door")}
     facts = version_facts(federation, changes) | {
         "file": str(registry.file),
         "sites": [site.name for site in federation.sites],
     }
+    steps = [first] if first else []
+    if before or not first:
+        steps += [
+            f"Send {registry.file.name} to every site, by any channel.",
+            "Tell every site the fingerprint over another channel, such as the telephone.",
+            f"Each site: cloister site install {registry.file.name} --fingerprint HEX",
+        ]
     return tell(
         arguments,
         facts,
         *(f"{change.kind:<8}  {change.what}  {change.detail}" for change in changes),
         f"{federation.name}, version {federation.version}: {len(federation.sites)} sites",
         *(f"  {site.name}" for site in federation.sites),
-        f"superlink    {federation.superlink}\nexchange     {federation.exchange}",
+        f"address      {federation.door}",
         *(f"certificate  {name}: valid until {last:%Y-%m-%d}" for name, last in until.items()),
         f"file         {registry.file}",
         f"{fingerprint_line(federation.fingerprint)}\n",
         "next:",
-        f"  1. Send {registry.file.name} to every site, by any channel.",
-        "  2. Tell every site the fingerprint over another channel, such as the telephone.",
-        f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX",
+        *(f"  {number}. {step}" for number, step in enumerate(steps, 1)),
     )

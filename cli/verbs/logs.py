@@ -1,9 +1,8 @@
-"""`cloister logs`: print what a run, a coordinator or a site has logged.
+"""`cloister logs`: print the events of a run, or the audit log of a coordinator or a site.
 
-Print the last lines that were logged: the events of a deployed run, for the run folder; what Flower's SuperLink has
-logged, for the folder of a federation; what its SuperNode has logged, for a site's TOML. With --audit: every join,
-refusal, release and charge, of a coordinator (the folder of its federation) or a site. A coordinator and a site log to
-their standard error themselves.
+Print the last events of a deployed run, for the run folder. With --audit: every join, refusal, release and charge, of a
+coordinator (the folder of its federation) or a site (its TOML file). A coordinator and a site log to their standard
+error themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ _LOOK_S = 0.5
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --lines, --follow, --json."""
     parser.add_argument(
-        "path", metavar="PATH", help="a run folder, the folder of a federation, or a site's TOML file"
+        "path",
+        metavar="PATH",
+        help="a run folder; with --audit: the folder of a federation, or a site's TOML file",
     )
     parser.add_argument(
         "-n", "--lines", type=int, default=50, metavar="N", help="lines to print (default: 50)"
@@ -52,11 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     if arguments.audit:
         return _audit(path, arguments)
-    file, events = _log_of(path)
+    from cloister.server.record.folder import RunFiles
+
+    file = RunFiles(path).events
     if not file.exists():
-        raise RunFolderError(str(file), expected="a log, and nothing has been logged")
+        raise RunFolderError(
+            str(path),
+            expected="the folder of a run that has events",
+            fix="a coordinator and a site log to their standard error: see journalctl, or the logs of the container",
+        )
     for line in _lines(file, arguments.lines, follow=arguments.follow):
-        shown = line if arguments.json or not events else _in_words(line)
+        shown = line if arguments.json else _in_words(line)
         if shown:
             print(shown, flush=True)
     return 0
@@ -99,20 +106,6 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
-
-
-def _log_of(path: Path) -> tuple[Path, bool]:
-    """The log of what is at a path, and whether it has events of a run."""
-    from cloister.server.record.folder import RunFiles
-
-    if path.is_file():
-        from cloister.clients.setup.config import read_config
-
-        return read_config(path).folder / "flower" / "supernode.log", False
-    files = RunFiles(path)
-    if files.plan_file.exists():
-        return files.events, True
-    return path / "flower" / "superlink.log", False
 
 
 def _audit(path: Path, arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`cloister site`: set up a site, check its data and devices, and run it.
 
-Set up a site: make its keys and its request, install the federation that the coordinator made of all requests, replace
-its keys; check its data; and run it. Keys never leave the site's machine.
+Set up a site: make its key and its request, install the federation that the coordinator made of all requests, replace
+its key; check its data; and run it. The key never leaves the site's machine.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def _own_files() -> Iterator[None]:
 def _start(arguments: argparse.Namespace) -> int:
     """Run the site: connect to the coordinator, and take part in its runs.
 
-    Run the site until Ctrl-C or SIGTERM. It starts Flower's SuperNode, prints the command, and starts it again when it
-    ends. It opens connections to the coordinator's two addresses only, and to the hub if the plan's model or tokenizer
-    or the site's data is a hub name; none is opened to it. It runs no code that a coordinator sends. A site that was
-    killed is started again with the same command, and goes on with the run.
+    Run the site until Ctrl-C or SIGTERM. It connects to the coordinator's address, and stays connected from run to run.
+    It opens no other connection, but to the hub if the plan's model or tokenizer or the site's data is a hub name; none
+    is opened to it. It runs no code that a coordinator sends. A site that was killed is started again with the same
+    command, and goes on with the run.
     """
     import threading
 
@@ -218,9 +218,9 @@ def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: De
 
 
 def _request(arguments: argparse.Namespace) -> int:
-    """Make a site's keys, settings and request.
+    """Make a site's key, settings and request.
 
-    Make a site's keys, a site.toml and a policy.toml to fill in, and the request to send to the coordinator. A key or
+    Make a site's key, a site.toml and a policy.toml to fill in, and the request to send to the coordinator. A key or
     file that is there is never replaced.
     """
     from cloister.clients.setup.enrolment import make_request
@@ -231,22 +231,21 @@ def _request(arguments: argparse.Namespace) -> int:
         arguments,
         *make_request(folder, arguments.name, arguments.contact, today),
         f"identity  {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again",
-        f"key       {folder / 'supernode.key'}: secret",
         f"settings  {folder / 'site.toml'} and policy.toml: fill them in",
     )
 
 
 def _rotate(arguments: argparse.Namespace) -> int:
-    """Make new keys, and the request to replace the present ones.
+    """Make a new key, and the request to replace the present one.
 
-    Make new keys for the site, and a request, signed with the present key, to replace the present ones. They are used
-    once a federation with them is installed.
+    Make a new key for the site, and a request, signed with the present key, to replace it. The new key is used once a
+    federation with it is installed.
     """
     from cloister.clients.setup.enrolment import make_rotation
 
     today = datetime.datetime.now(datetime.UTC).date()
     request, path = make_rotation(Path(arguments.folder), today)
-    stay = "The present keys stay in use until a federation with the new ones is installed."
+    stay = "The present key stays in use until a federation with the new one is installed."
     return _requested(arguments, request, path, stay)
 
 
@@ -297,7 +296,7 @@ def _show(offer: Offer) -> None:
     """Print a version as the person sees it who decides on it."""
     federation, installed = offer.federation, offer.installed
     print(f"{federation.name}, version {federation.version}")
-    print(f"superlink    {federation.superlink}\nexchange     {federation.exchange}")
+    print(f"address      {federation.door}")
     print(f"{fingerprint_line(federation.fingerprint)}")
     print(f"sites        {len(federation.sites)}")
     for site in federation.sites:

@@ -22,7 +22,7 @@ from cloister.protocol.errors import EngineError, RunFolderError
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """PLAN, FEDERATION, --name, --again, --transport, --wait, --follow."""
+    """PLAN, FEDERATION, --name, --again, --wait, --follow."""
     add_deployed(parser, "FEDERATION/runs")
     parser.add_argument("--to", required=True, metavar="FEDERATION", help="the folder of the federation")
     parser.add_argument(
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.sites is None:
             arguments.sites = len(registry.federation.sites)
         plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-        check_deployable(plan, registry.federation, arguments.transport or "exchange")
+        check_deployable(plan, registry.federation)
         path = folder_for(arguments.out, federation / "runs", plan.run.name).absolute()
         with RunFolder.create(path, plan) as folder:
-            Deployment(registry.federation.version, arguments.transport or "exchange", wait).write(folder)
+            Deployment(registry.federation.version, wait).write(folder)
     list(command(federation, do="submit", run=str(path)))
     if arguments.follow:
         from cloister.cli.show.follow import follow

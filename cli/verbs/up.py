@@ -1,8 +1,8 @@
 """`cloister up`: rehearse a deployment on this machine, with real processes.
 
-Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and every site
-with Flower's SuperLink and SuperNodes, over TLS with the keys of each party, runs the plan, and ends all of it. The
-run folder is that of `cloister simulate`, with the same final weights if no noise is drawn.
+Run a plan as a deployment does, on this machine: it provisions a federation, starts the coordinator and every site,
+over TLS with the keys of each party, runs the plan, and ends all of it. The run folder is that of `cloister simulate`,
+with the same final weights if no noise is drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cloister.cli.options.shared_options import (
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Plan, run folder, --again, --transport."""
+    """Plan, run folder, --again."""
     add_deployed(parser, "runs")
     add_log_format(parser)
     add_metrics(parser)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         out = folder_for(arguments.out, Path("runs"), plan.run.name)
         with RunFolder.create(out, plan) as folder:
             try:
-                prepare(folder, observe, arguments.transport or "exchange")
+                prepare(folder, observe)
             except BaseException:
                 folder.discard()
                 raise

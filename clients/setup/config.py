@@ -39,8 +39,6 @@ class SiteConfig(Section):
     """Folder for what the site keeps between messages, such as the secrets of the current attempt."""
     identity: str = ""
     """File of its Ed25519 identity key. Anyone who has it can impersonate this site."""
-    supernode_key: str = ""
-    """File of the key by which the coordinator's SuperLink knows this site's SuperNode, in OpenSSH's format."""
     federation: str = ""
     """File of the federation that is installed; the certificate of the coordinator's authority, `authority.pem`, is
     beside it. Empty: none is. `cloister site install` sets it, the roster and the roster's hash, after it has compared
@@ -101,7 +99,7 @@ def read_config(path: Path) -> SiteConfig:
             "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
             **{
                 name: str(path.parent / value)
-                for name in ("state", "identity", "supernode_key", "federation", "policy", "ledger")
+                for name in ("state", "identity", "federation", "policy", "ledger")
                 if (value := getattr(config, name))
             },
             # Sites on one machine name one file in many ways, and a process verifies each path once.

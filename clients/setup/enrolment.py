@@ -1,13 +1,13 @@
-"""A site's part in a federation: it makes its keys and its request, installs versions, and replaces its keys.
+"""A site's part in a federation: it makes its key and its request, installs versions, and replaces its key.
 
 | file in the site's folder | what it is |
 |---|---|
-| `identity.pem`, `supernode.key` | its secret keys; after a rotation `identity-2.pem`, ... |
+| `identity.pem` | its secret key; after a rotation `identity-2.pem`, ... |
 | `NAME.request` | its request, public; after a rotation `NAME-2.request`, ... |
 | `site.toml`, `policy.toml` | its settings |
 | `federation/1-89abcdef/` | each version that it installed: `federation.toml`, `roster.toml`, `authority.pem` |
 
-`site.toml` names the installed version and the keys that belong to it. To install a version is to replace that one
+`site.toml` names the installed version and the key that belongs to it. To install a version is to replace that one
 file: everything that it names is on disk before. Nothing that an earlier version uses is removed, because a run that
 has begun goes on with it (`kept.py`).
 
@@ -30,7 +30,6 @@ from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Change, Federation
 from cloister.protocol.identity.request import Request, check_contact
 from cloister.protocol.identity.roster import Card, load_identity, new_identity, save_identity
-from cloister.protocol.identity.supernode import load_supernode_key, make_supernode_key
 from cloister.protocol.machine.storage import write_bytes
 
 _NUMBERED = re.compile(r"(.+)-([0-9]+)")
@@ -50,14 +49,12 @@ class Offer:
     """What is different from the installed version; empty in the first installation, or for the installed version."""
     identity: str
     """File of the identity key that belongs to it, relative to the folder unless it is elsewhere."""
-    supernode_key: str
-    """File of the SuperNode's key that belongs to it."""
 
 
 def make_request(
     folder: Path, name: str, contact: str, day: datetime.date, *, durable: bool = True
 ) -> tuple[Request, Path]:
-    """Make a site's keys, settings and request, as far as they are not there.
+    """Make a site's key, settings and request, as far as they are not there.
 
     Args:
         folder: The site's folder; made if missing, for its owner only.
@@ -88,37 +85,31 @@ def make_request(
         raise StorageError(
             "--folder", str(folder), expected=f"a folder that can be made ({error.strerror})"
         ) from error
-    identity_file, supernode_file = folder / "identity.pem", folder / "supernode.key"
+    identity_file = folder / "identity.pem"
     if not os.path.lexists(identity_file):
         save_identity(identity, identity_file, durable=durable)
-    if not os.path.lexists(supernode_file):
-        make_supernode_key(supernode_file, durable=durable)
-    identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
+    identity = load_identity(identity_file)
     for template, text in (("site.toml", new_settings(name)), ("policy.toml", new_policy())):
         if not os.path.lexists(folder / template):
             write_bytes(folder / template, text.encode(), durable=durable)
     if not os.path.lexists(path):
-        made = Request.of(name, identity, supernode, contact, day)
+        made = Request.of(name, identity, contact, day)
         write_bytes(path, made.to_toml().encode(), durable=durable)
     request = _read_request(path)
-    if (request.key, request.supernode, request.contact) != (
-        identity.public_key().public_bytes_raw(),
-        supernode,
-        contact,
-    ):
+    if (request.key, request.contact) != (identity.public_key().public_bytes_raw(), contact):
         raise RosterError(
             "request",
             str(path),
-            expected="one with the keys in this folder and this --contact",
+            expected="one with the key in this folder and this --contact",
             fix="keep it if it was sent; else remove it, and run this again",
         )
     return request, path
 
 
 def make_rotation(folder: Path, day: datetime.date) -> tuple[Request, Path]:
-    """Make new keys for a site, and the request, signed with the old key, to replace the old ones.
+    """Make a new key for a site, and the request, signed with the old key, to replace the old one.
 
-    The new keys are used once a version with them is installed.
+    The new key is used once a version with it is installed.
 
     Args:
         folder: The site's folder.
@@ -143,19 +134,16 @@ def make_rotation(folder: Path, day: datetime.date) -> tuple[Request, Path]:
         raise RosterError(
             "identity", config.identity, expected="the key that the installed federation has for it"
         )
-    identity_file, supernode_file = _next(Path(config.identity)), _next(Path(config.supernode_key))
+    identity_file = _next(Path(config.identity))
     if not os.path.lexists(identity_file):
         save_identity(new_identity(), identity_file)
-    make_supernode_key(supernode_file)
+    identity = load_identity(identity_file)
     path = folder / f"{config.name}-{_numbered(identity_file)[1]}.request"
     if not os.path.lexists(path):
-        identity, supernode = load_identity(identity_file), load_supernode_key(supernode_file)
-        made = Request.of(config.name, identity, supernode, entry.contact, day, replaces=old)
+        made = Request.of(config.name, identity, entry.contact, day, replaces=old)
         write_bytes(path, made.to_toml().encode())
     request = _read_request(path)
-    if request.key != load_identity(identity_file).public_key().public_bytes_raw() or not request.rotates(
-        entry.key
-    ):
+    if request.key != identity.public_key().public_bytes_raw() or not request.rotates(entry.key):
         raise RosterError(
             "request", str(path), expected=f"one of {identity_file.name} that the installed key signed"
         )
@@ -167,7 +155,7 @@ def consider(folder: Path, federation: Federation, now: datetime.datetime) -> Of
 
     1. The version follows the installed one, or is it.
     2. The site's own request is in it, unchanged: the installed one, or one that this site made.
-    3. The private keys of that request are in the site's folder, readable by their owner only.
+    3. The private key of that request is in the site's folder, readable by its owner only.
     4. The certificate of the coordinator's authority is valid.
 
     Args:
@@ -191,7 +179,7 @@ def consider(folder: Path, federation: Federation, now: datetime.datetime) -> Of
             expected=f"one that has this site, {config.name}",
             fix="this site is not, or no longer, a member: ask the coordinator",
         )
-    identity, supernode_key, own = _own(folder, config, installed, entry)  # 3
+    identity, own = _own(folder, config, installed, entry)  # 3
     if entry != own:  # 2
         raise RosterError(
             f"request of {config.name} in the federation",
@@ -200,7 +188,7 @@ def consider(folder: Path, federation: Federation, now: datetime.datetime) -> Of
             fix="do not install it: ask the coordinator which request of this site was approved",
         )
     check_authority(read_certificate(federation.authority, "authority"), now)  # 4
-    return Offer(folder, federation, installed, changes, identity, supernode_key)
+    return Offer(folder, federation, installed, changes, identity)
 
 
 def install(offer: Offer, *, durable: bool = True) -> Path:
@@ -230,7 +218,6 @@ def install(offer: Offer, *, durable: bool = True) -> Path:
         "roster": str(relative / "roster.toml"),
         "roster_hash": federation.roster.hash.hex(),
         "identity": offer.identity,
-        "supernode_key": offer.supernode_key,
     }
     text = settings.read_text(encoding="utf-8")
     changed = with_values(text, values, str(settings))
@@ -266,34 +253,29 @@ def read_installed(config: SiteConfig) -> Federation | None:
 
 def _own(
     folder: Path, config: SiteConfig, installed: Federation | None, entry: Request
-) -> tuple[str, str, Request]:
-    """The keys that belong to the site's entry in a version, as `site.toml` names them, and the request with them.
+) -> tuple[str, Request]:
+    """The key that belongs to the site's entry in a version, as `site.toml` names it, and the request with it.
 
-    They are the present ones, or the next ones, if those of a rotation were made and the entry has them.
+    It is the present one, or the next one, if that of a rotation was made and the entry has it.
 
     Raises:
-        RosterError: a key or the request is missing, damaged, can be read by others, or they do not belong together.
+        RosterError: the key or the request is missing, damaged, can be read by others, or they do not belong together.
     """
     identity = Path(config.identity or folder / "identity.pem")
-    supernode = Path(config.supernode_key or folder / "supernode.key")
     following = _next(identity)
     if installed is None:
         own = _read_request(folder / f"{config.name}.request")
     elif following.exists() and _public(following) == entry.key:
-        identity, supernode = following, _next(supernode)
+        identity = following
         own = _read_request(folder / f"{config.name}-{_numbered(following)[1]}.request")
     else:
         present = installed.site(config.name)
         if present is None:
             raise RosterError("installed federation", expected=f"one that has this site, {config.name}")
         own = present
-    for what, path, right in (
-        ("identity", identity, _public(identity) == own.key),
-        ("supernode_key", supernode, load_supernode_key(supernode) == own.supernode),
-    ):
-        if not right:
-            raise RosterError(what, str(path), expected="the key of the request that this site made")
-    return _written(identity, folder), _written(supernode, folder), own
+    if _public(identity) != own.key:
+        raise RosterError("identity", str(identity), expected="the key of the request that this site made")
+    return str(identity.relative_to(folder) if identity.is_relative_to(folder) else identity), own
 
 
 def _public(path: Path) -> bytes:
@@ -314,8 +296,3 @@ def _next(path: Path) -> Path:
 def _numbered(path: Path) -> tuple[str, int]:
     found = _NUMBERED.fullmatch(path.stem)
     return (found[1], int(found[2])) if found else (path.stem, 1)
-
-
-def _written(path: Path, folder: Path) -> str:
-    """A path as `site.toml` names it: relative to the folder, if it is in it."""
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

@@ -24,7 +24,6 @@ def new_settings(name: str) -> str:
             data="data.jsonl",
             state="state",
             identity="identity.pem",
-            supernode_key="supernode.key",
             policy="policy.toml",
             dataset=name,
             ledger="ledger.sqlite",

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from cloister.clients.setup.enrolment import consider, install, make_request
 from cloister.protocol.errors import EngineError
-from cloister.protocol.identity.address import free_port
+from cloister.protocol.identity.address import LOOPBACK, free_port
 from cloister.protocol.machine.child import Child
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan
 from cloister.server.federation.control import command
-from cloister.server.federation.deployment import Deployment, check_transport, refusal_in
+from cloister.server.federation.deployment import Deployment, refusal_in
 from cloister.server.federation.registry import Registry, Terms
 from cloister.server.record.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.record.progress import Observer, Preparing
@@ -33,23 +33,20 @@ _START_S = 120.0
 """Seconds within which a coordinator is ready."""
 
 
-def prepare(folder: RunFolder, observe: Observer, transport: str) -> None:
+def prepare(folder: RunFolder, observe: Observer) -> None:
     """Make all parties of a rehearsal: the sites' folders with keys and records, and the coordinator's.
 
     Args:
         folder: The run folder, new.
         observe: Receives the run's events.
-        transport: As in `Deployment`.
 
     Raises:
-        CloisterError: the records cannot be read or divided, or the transport cannot carry the plan.
+        CloisterError: the records cannot be read or divided.
     """
     plan = folder.plan
-    check_transport(plan, transport)
     observe(Preparing("data and keys of the sites"))
     write_folder(folder.sites.path, partial(_fill, plan, folder.federation), durable=plan.simulation.durable)
-    version = Registry.open(folder.federation).federation.version
-    Deployment(version, "flower" if transport == "flower" else "exchange", _START_S).write(folder)
+    Deployment(Registry.open(folder.federation).federation.version, _START_S).write(folder)
 
 
 def _fill(plan: Plan, federation: Path, folder: Path) -> None:
@@ -59,14 +56,9 @@ def _fill(plan: Plan, federation: Path, folder: Path) -> None:
     requests = []
     for index, name in enumerate(names):
         sites.site(name).chmod(0o700)
-        write_config(plan, sites, index, supernode_key="supernode.key")
+        write_config(plan, sites, index)
         requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
-    terms = Terms(
-        name="rehearsal",
-        superlink=f"127.0.0.1:{free_port()}",
-        exchange=f"127.0.0.1:{free_port()}",
-        certificate_names=("localhost",),
-    )
+    terms = Terms(name="rehearsal", door=f"{LOOPBACK}:{free_port()}", certificate_names=("localhost",))
     made = Registry.create(federation, terms, requests, now, durable=False).federation
     for name in names:
         install(consider(sites.site(name), made, now), durable=False)
@@ -96,11 +88,18 @@ def running(
         EngineError: the coordinator does not start; the error has the last line of its log.
     """
     federation = files.federation
-    registry = Registry.open(federation)
+    bind = Registry.open(federation).federation.door
     with ExitStack() as opened:
-        start = ["coordinator", "start", str(federation)]
-        start += ["--superlink-bind", registry.federation.superlink]
-        start += ["--exchange-bind", registry.federation.exchange, "--log-format", log_format, *metrics]
+        start = [
+            "coordinator",
+            "start",
+            str(federation),
+            "--bind",
+            bind,
+            "--log-format",
+            log_format,
+            *metrics,
+        ]
         log, gone = files.path / "federation.log", threading.Event()
 
         def ended(line: str) -> None:
