@@ -94,7 +94,6 @@ def test_a_simulation_is_not_continued_as_a_rehearsal(
         (["--sites", "3"], "--sites"),
         (["--set", "run.rounds=2"], "--set"),
         (["--rounds", "2", "--out", "x"], "--rounds, --out"),
-        (["--transport", "exchange"], "--transport"),
     ],
 )
 @pytest.mark.parametrize("verb", [["up"], ["submit", "--to", "none"]])

@@ -13,7 +13,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.tests.tools.command import done, found
 
 NAMES = ("a-hospital", "b.bank", "c-lab")
-ADDRESSES = ("--name", "oncology", "--superlink", "fl.example.org:9092", "--exchange", "fl.example.org:9443")
+FOUNDING = ("--name", "oncology", "--address", "fl.example.org:9443")
 
 
 class Parties:
@@ -39,7 +39,7 @@ class Parties:
         return found(self.capsys, "site", "request", "--name", name, "--contact", contact, "--folder", folder)
 
     def rotate(self, name: str) -> dict[str, Any]:
-        """A site makes the request for new keys."""
+        """A site makes the request for a new key."""
         return found(self.capsys, "site", "rotate", "--folder", str(self.folder(name)))
 
     def approve(self, *requests: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Parties:
     def approving(self, *requests: dict[str, Any]) -> list[str]:
         """The command that approves requests."""
         told = [word for request in requests for word in ("--fingerprint", request["fingerprint"])]
-        first = () if self.coordinator.exists() else ADDRESSES
+        first = () if self.coordinator.exists() else FOUNDING
         files = [request["request"] for request in requests]
         return ["coordinator", "approve", *files, "--out", str(self.coordinator), *told, *first]
 

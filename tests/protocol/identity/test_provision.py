@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import ssl
 import stat
 import time
@@ -18,29 +19,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from cloister.cli.verbs import coordinator, site
-from cloister.clients.deployed import accepted
 from cloister.clients.setup.config import read_config
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import CertificateError, InvitationError, RosterError
-from cloister.protocol.identity.address import LOOPBACK
-from cloister.protocol.identity.certificates import (
-    certificate_to_pem,
-    new_authority,
-    new_key,
-    read_certificate,
-)
+from cloister.protocol.errors import CertificateError, RosterError
+from cloister.protocol.identity.certificates import new_authority, new_key, read_certificate
 from cloister.protocol.identity.federation import Federation
-from cloister.protocol.identity.invitation import Invitation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import Card, Roster, load_identity, load_roster, new_identity
-from cloister.protocol.identity.supernode import load_supernode_key, make_supernode_key
 from cloister.protocol.machine.storage import sync_to_disk
 from cloister.server.federation.registry import Registry, Terms
-from cloister.tests.parties.provisioned import ADDRESSES, NAMES, Parties, state
+from cloister.tests.parties.provisioned import FOUNDING, NAMES, Parties, state
 from cloister.tests.tools.command import done, found, lone_refusal, ran, refusal
 
 TODAY = datetime.date(2026, 1, 2)
@@ -87,28 +78,16 @@ def test_a_site_makes_keys_settings_and_a_request(parties: Parties) -> None:
     answer = parties.request("a-hospital", "Dr Zoë Example, ward 7")
     folder = parties.folder("a-hospital")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for name in ("identity.pem", "supernode.key"):
-        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "identity.pem").stat().st_mode) == 0o600
     request = Request.from_toml(Path(answer["request"]).read_text(encoding="utf-8"))
     assert request.card == Card.of("a-hospital", load_identity(folder / "identity.pem"))
-    assert request.supernode == load_supernode_key(folder / "supernode.key")
     assert request.contact == "Dr Zoë Example, ward 7"
     assert request.fingerprint.hex() == answer["fingerprint"]
     config = read_config(folder / "site.toml")
     assert (config.name, config.data, config.state) == ("a-hospital", "data.jsonl", str(folder / "state"))
     assert config.identity == str(folder / "identity.pem")
-    assert config.supernode_key == str(folder / "supernode.key")
     assert (config.federation, config.roster, config.roster_hash) == ("", "", "")
     assert (config.minimum_cohort, config.secure) == (3, True)
-
-
-def test_flower_reads_the_key_of_the_supernode(parties: Parties) -> None:
-    parties.request("a-hospital")
-    private = load_ssh_private_key((parties.folder("a-hospital") / "supernode.key").read_bytes(), None)
-    public = load_ssh_public_key(load_supernode_key(parties.folder("a-hospital") / "supernode.key").encode())
-    assert isinstance(public, EllipticCurvePublicKey)
-    assert public == private.public_key()
-    assert public.curve.name == "secp384r1"  # one of the curves that its `uses_nist_ec_curve` accepts
 
 
 def test_a_request_is_made_once(parties: Parties) -> None:
@@ -219,8 +198,7 @@ def test_a_request_with_another_card_is_refused(parties: Parties) -> None:
 def signed_content(request: Request) -> bytes:
     """What the identity key of a request signs."""
     card = request.card
-    values = (card.name, card.public, card.signature, request.contact, request.supernode, request.date)
-    return pack("cloister-request-1", *values)
+    return pack("cloister-request-2", card.name, card.public, card.signature, request.contact, request.date)
 
 
 def test_a_file_of_a_federation_of_which_a_byte_was_changed_is_refused(
@@ -261,7 +239,7 @@ def test_approval_makes_one_file_for_all_sites(parties: Parties) -> None:
     assert federation.fingerprint.hex() == version["fingerprint"]
     assert federation.roster.hash.hex() == version["roster_hash"]
     assert federation.roster.names == NAMES
-    assert (federation.version, federation.superlink) == (1, "fl.example.org:9092")
+    assert (federation.version, federation.door) == (1, "fl.example.org:9443")
     shown = printed.replace("-", "")
     assert all(request["fingerprint"] in shown for request in [*requests, version])
     assert stat.S_IMODE(parties.coordinator.stat().st_mode) == 0o700
@@ -304,13 +282,9 @@ def test_a_name_or_key_that_is_taken_is_refused(
     other = Parties(tmp_path / "other", parties.capsys)
     assert "not taken" in refusal(parties.capsys, *parties.approving(other.request("b.bank")))
     assert "it is taken" in refusal(parties.capsys, *parties.approving(other.request("B.Bank")))
-    identity = parties.folder("b.bank") / "identity.pem"
-    supernode = parties.folder("b.bank") / "supernode.key"
-    for name, key in (("same-identity", identity), ("same-supernode", supernode)):
-        other.folder(name).mkdir(mode=0o700)
-        (other.folder(name) / key.name).write_bytes(key.read_bytes())
-        (other.folder(name) / key.name).chmod(0o600)
-        assert f"b.bank, {name}" in refusal(parties.capsys, *parties.approving(other.request(name)))
+    other.folder("same-key").mkdir(mode=0o700)
+    shutil.copy(parties.folder("b.bank") / "identity.pem", other.folder("same-key"))
+    assert "b.bank, same-key" in refusal(parties.capsys, *parties.approving(other.request("same-key")))
     twice = [other.request("d-new"), Parties(tmp_path / "more", parties.capsys).request("d-new")]
     assert "not taken" in refusal(parties.capsys, *parties.approving(*twice))
     assert state(parties.coordinator) == before
@@ -329,22 +303,22 @@ def test_a_folder_that_is_no_federation_is_left_alone(parties: Parties) -> None:
     (parties.coordinator).mkdir()
     (parties.coordinator / "mine").write_text("mine")
     assert "--name" in refusal(parties.capsys, *command)
-    plain = [word for word in command if word not in ADDRESSES]
+    plain = [word for word in command if word not in FOUNDING]
     assert "folder of the federation" in lone_refusal(parties.capsys, *plain)
     assert state(parties.coordinator) == {"mine": b"mine"}
     (parties.coordinator / "mine").unlink()
-    assert "--superlink" in lone_refusal(parties.capsys, *plain, "--name", "x")
+    assert "--address" in lone_refusal(parties.capsys, *plain, "--name", "x")
 
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--superlink", "fl.example.org", "superlink"),
-        ("--exchange", "fl.example.org:0", "exchange"),
-        ("--exchange", "fl.example.org:65536", "exchange"),
-        ("--exchange", "-x:1", "exchange"),
-        ("--exchange", "300.1.1.1:1", "exchange"),
-        ("--exchange", "[::g]:1", "exchange"),
+        ("--address", "fl.example.org", "door"),
+        ("--address", "fl.example.org:0", "door"),
+        ("--address", "fl.example.org:65536", "door"),
+        ("--address", "-x:1", "door"),
+        ("--address", "300.1.1.1:1", "door"),
+        ("--address", "[::g]:1", "door"),
         ("--name", "two words", "name"),
         ("--certificate-name", "*.example.org", "certificate_names"),
         ("--certificate-days", "0", "certificate_days"),
@@ -363,7 +337,7 @@ def test_wrong_terms_are_refused(parties: Parties, option: str, value: str, said
 def test_a_registry_replaces_no_folder(parties: Parties) -> None:
     parties.coordinator.mkdir()
     (parties.coordinator / "mine").write_text("mine")
-    terms = Terms(name="x", superlink="a:1", exchange="a:2")
+    terms = Terms(name="x", door="a:1")
     request = Request.from_toml(Path(parties.request("a-hospital")["request"]).read_text())
     with pytest.raises(RosterError, match="a new folder, or an empty one"):
         Registry.create(parties.coordinator, terms, [request], datetime.datetime.now(datetime.UTC))
@@ -399,11 +373,13 @@ def test_a_certificate_that_expired_is_named_and_renewed(
     request = parties.request("d-new")
     later(monkeypatch, 500)
     line = lone_refusal(parties.capsys, *parties.approving(request))
-    assert "certificate of the superlink is 'expired on" in line
+    assert "certificate of the door is 'expired on" in line
     assert f"cloister coordinator renew {parties.coordinator}" in line
-    before = (parties.coordinator / "superlink.pem").read_bytes()
-    parties.change("renew")
-    assert (parties.coordinator / "superlink.pem").read_bytes() != before
+    before = (parties.coordinator / "door.pem").read_bytes()
+    printed = done(parties.capsys, "coordinator", "renew", str(parties.coordinator))
+    assert "next:\n  1. Start the coordinator again" in printed
+    assert "Send" not in printed, "there is no new version"
+    assert (parties.coordinator / "door.pem").read_bytes() != before
     assert parties.approve(request)["version"] == 2
     later(monkeypatch, 5000)
     line = lone_refusal(parties.capsys, "coordinator", "renew", str(parties.coordinator))
@@ -417,14 +393,14 @@ def test_a_certificate_of_another_authority_is_refused(
     other = Parties(tmp_path / "other", parties.capsys)
     other.made()
     request = parties.request("d-new")
-    for name in ("superlink.pem", "superlink.key", "authority.pem", "authority.key"):
+    for name in ("door.pem", "door.key", "authority.pem", "authority.key"):
         right = (parties.coordinator / name).read_bytes()
         for wrong in ((other.coordinator / name).read_bytes(), b"", right[:-60]):
             (parties.coordinator / name).write_bytes(wrong)
             assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
         (parties.coordinator / name).write_bytes(right)
     before = state(parties.coordinator)
-    for names in (("superlink",), ("authority", "superlink")):  # a key and its certificate
+    for names in (("door",), ("authority", "door")):  # a key and its certificate
         for path in (parties.coordinator / f"{name}.{kind}" for name in names for kind in ("key", "pem")):
             path.write_bytes((other.coordinator / path.name).read_bytes())
         assert str(parties.coordinator) in lone_refusal(parties.capsys, *parties.approving(request))
@@ -448,9 +424,9 @@ def test_a_certificate_of_which_a_bit_was_changed_is_read_or_refused_in_silence(
 
 
 def handshake(folder: Path, authority: Path, host: str) -> None:
-    """A TLS handshake between the SuperLink and a site, in memory."""
+    """A TLS handshake between the coordinator and a site, in memory."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(folder / "superlink.pem", folder / "superlink.key")
+    serving.load_cert_chain(folder / "door.pem", folder / "door.key")
     trusting = ssl.create_default_context(cafile=str(authority))
     trusting.minimum_version = ssl.TLSVersion.TLSv1_3
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -470,7 +446,7 @@ def handshake(folder: Path, authority: Path, host: str) -> None:
     raise AssertionError("the handshake does not end")
 
 
-def test_a_site_trusts_the_superlink_under_its_names_alone(
+def test_a_site_trusts_the_coordinator_under_its_names_alone(
     installed: tuple[Parties, dict[str, Any]], tmp_path: Path
 ) -> None:
     parties, version = installed
@@ -478,12 +454,11 @@ def test_a_site_trusts_the_superlink_under_its_names_alone(
     handshake(parties.coordinator, authority, "fl.example.org")
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         handshake(parties.coordinator, authority, "fl.example.net")
-    handshake(parties.coordinator, authority, LOOPBACK)  # for the coordinator's own processes
-    renewed = parties.change("renew", "--superlink", "[::1]:443", "--certificate-name", "10.0.0.7")
+    renewed = parties.change("renew", "--address", "[::1]:443", "--certificate-name", "10.0.0.7")
     assert renewed["changes"] == [
-        {"kind": "moved", "what": "superlink", "detail": "from fl.example.org:9092 to [::1]:443"}
+        {"kind": "moved", "what": "door", "detail": "from fl.example.org:9443 to [::1]:443"}
     ]
-    for host in ("::1", "10.0.0.7", LOOPBACK):
+    for host in ("::1", "10.0.0.7"):
         handshake(parties.coordinator, authority, host)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         handshake(parties.coordinator, authority, "fl.example.org")
@@ -582,7 +557,7 @@ def test_older_versions_gaps_forks_and_other_federations_are_refused(
     for number in (2, 3):
         (fork.coordinator / f"federation-{number}.toml").unlink()
     forked = fork.change("remove", "b.bank")
-    forked_on = fork.change("renew", "--exchange", "elsewhere:1")
+    forked_on = fork.change("renew", "--address", "elsewhere:1")
     other = Parties(tmp_path / "other", parties.capsys)
     (other.path).mkdir()
     other.folder("a-hospital").symlink_to(parties.folder("a-hospital"))
@@ -616,17 +591,6 @@ def test_a_pinned_roster_that_was_edited_is_refused(installed: tuple[Parties, di
     assert "roster_hash" in lone_refusal(parties.capsys, *parties.installing("a-hospital", second))
 
 
-def test_a_site_follows_no_invitation_to_another_address(installed: tuple[Parties, dict[str, Any]]) -> None:
-    _, version = installed
-    federation = Federation.from_toml(Path(version["file"]).read_text(encoding="utf-8"))
-    pem = certificate_to_pem(read_certificate(federation.authority, "authority"))
-    invitation = Invitation("run", federation.exchange, "fl.example.org", pem, bytes(48))
-    assert accepted(invitation.to_bytes(), federation) == invitation
-    for address in ("10.0.0.1:22", federation.superlink):
-        with pytest.raises(InvitationError, match="as in the installed federation"):
-            accepted(replace(invitation, address=address).to_bytes(), federation)
-
-
 def test_settings_that_cannot_be_changed_are_refused(installed: tuple[Parties, dict[str, Any]]) -> None:
     parties, _ = installed
     second = parties.change("remove", "c-lab")
@@ -656,12 +620,9 @@ def test_an_authority_that_expired_is_not_installed(
         assert f"certificate of the authority is '{said}" in line
 
 
-@pytest.mark.parametrize("name", ["identity.pem", "supernode.key"])
-def test_a_sites_key_that_others_can_read_is_refused(
-    installed: tuple[Parties, dict[str, Any]], name: str
-) -> None:
+def test_a_sites_key_that_others_can_read_is_refused(installed: tuple[Parties, dict[str, Any]]) -> None:
     parties, version = installed
-    path = parties.folder("a-hospital") / name
+    path = parties.folder("a-hospital") / "identity.pem"
     path.chmod(0o640)
     for command in (
         parties.installing("a-hospital", version),
@@ -671,7 +632,7 @@ def test_a_sites_key_that_others_can_read_is_refused(
         assert f"permissions of {path} is '0640': expected 0600" in line
         assert "chmod 600" in line
     path.chmod(0o600)
-    other = parties.folder("b.bank") / name
+    other = parties.folder("b.bank") / path.name
     for wrong in (b"", path.read_bytes()[:60], (path.parent / "site.toml").read_bytes(), other.read_bytes()):
         path.write_bytes(wrong)
         lone_refusal(parties.capsys, *parties.installing("a-hospital", version))
@@ -681,7 +642,7 @@ def test_a_coordinators_key_that_others_can_read_is_refused(
     installed: tuple[Parties, dict[str, Any]],
 ) -> None:
     parties, _ = installed
-    for name in ("authority", "superlink"):
+    for name in ("authority", "door"):
         path = parties.coordinator / f"{name}.key"
         path.chmod(0o604)
         for command in (
@@ -736,7 +697,7 @@ def test_sites_are_added_removed_rotated_and_revoked(
     assert changes(parties.install("b.bank", parties.approve(parties.rotate("b.bank")))) == [
         ("rotated", "b.bank")
     ]
-    assert Path(read_config(parties.folder("b.bank") / "site.toml").supernode_key).name == "supernode-3.key"
+    assert Path(read_config(parties.folder("b.bank") / "site.toml").identity).name == "identity-3.pem"
 
 
 def revoked(parties: Parties, name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -755,8 +716,7 @@ def test_a_rotation_is_made_once_and_keeps_the_present_keys(
     assert parties.rotate("a-hospital") == first
     assert state(parties.path) == before
     assert (parties.folder("a-hospital") / "site.toml").read_bytes() == settings
-    for name in ("identity-2.pem", "supernode-2.key"):
-        assert stat.S_IMODE((parties.folder("a-hospital") / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((parties.folder("a-hospital") / "identity-2.pem").stat().st_mode) == 0o600
     second = parties.change("remove", "c-lab")  # a version comes in between
     parties.install("a-hospital", second)
     assert read_config(parties.folder("a-hospital") / "site.toml").identity.endswith("identity.pem")
@@ -778,25 +738,14 @@ def test_a_key_that_the_old_one_did_not_sign_is_no_rotation(
     """A lying coordinator puts a key of its own into the roster, in each way that is not shown as a revocation."""
     parties, version = installed
     federation = parties.read(version)
-    make_supernode_key(tmp_path / "stolen.key")
-    supernode = load_supernode_key(tmp_path / "stolen.key")
-    mine = new_identity()
-    unsigned = Request.of("b.bank", mine, supernode, "x", TODAY)
-    by_itself = Request.of("b.bank", mine, supernode, "x", TODAY, replaces=mine)
-    by_another = Request.of(
-        "b.bank",
-        mine,
-        supernode,
-        "x",
-        TODAY,
-        replaces=load_identity(parties.folder("c-lab") / "identity.pem"),
-    )
+    mine, others = new_identity(), load_identity(parties.folder("c-lab") / "identity.pem")
+    unsigned = Request.of("b.bank", mine, "x", TODAY)
+    by_itself = Request.of("b.bank", mine, "x", TODAY, replaces=mine)
+    by_another = Request.of("b.bank", mine, "x", TODAY, replaces=others)
     right = parties.rotate("b.bank")
     honest = Request.from_toml(Path(right["request"]).read_text())
     replayed = replace(unsigned, rotation=honest.rotation)
-    same_key = Request.of(
-        "b.bank", load_identity(parties.folder("b.bank") / "identity.pem"), supernode, "x", TODAY
-    )
+    same_key = Request.of("b.bank", load_identity(parties.folder("b.bank") / "identity.pem"), "x", TODAY)
     for request in (unsigned, by_itself, by_another, replayed, same_key):
         sites = tuple(request if site.name == "b.bank" else site for site in federation.sites)
         lie = replace(federation, version=2, previous=federation.fingerprint, sites=sites)
@@ -836,26 +785,6 @@ def test_a_revoked_key_never_comes_back(installed: tuple[Parties, dict[str, Any]
     )
     line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(back)))
     assert "revoked keys" in line
-
-
-def test_a_key_of_a_supernode_is_replaced_with_the_revoked_key(
-    installed: tuple[Parties, dict[str, Any]], tmp_path: Path
-) -> None:
-    """It was in the same folder, and by it the SuperLink would take a thief for the site."""
-    parties, version = installed
-    old = load_supernode_key(parties.folder("c-lab") / "supernode.key")
-    request = Request.of("c-lab", new_identity(), old, "x", TODAY)
-    path = tmp_path / "c-lab.request"
-    path.write_text(request.to_toml(), encoding="utf-8")
-    told = ("--request", str(path), "--fingerprint", request.fingerprint.hex())
-    line = lone_refusal(parties.capsys, "coordinator", "revoke", "c-lab", str(parties.coordinator), *told)
-    assert "SuperNode key of c-lab: expected a new one" in line
-    federation = parties.read(version)
-    sites = tuple(request if site.name == "c-lab" else site for site in federation.sites)
-    revoked = (next(site.key for site in federation.sites if site.name == "c-lab"),)
-    lie = replace(federation, version=2, previous=federation.fingerprint, sites=sites, revoked=revoked)
-    line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(lie)))
-    assert "request of c-lab" in line
 
 
 def test_a_removed_key_may_come_back(installed: tuple[Parties, dict[str, Any]]) -> None:
@@ -931,7 +860,7 @@ def test_no_secret_is_printed_or_sent(parties: Parties) -> None:
         _, out, err = ran(parties.capsys, *parties.installing(name, second))  # errors name the files
         printed += out + err
     secret = [path for path in parties.path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
-    assert len(secret) == 2 * len(NAMES) + 2 + 2
+    assert len(secret) == len(NAMES) + 1 + 2, "one of each site, one of the rotation, two of the coordinator"
     public = [path for path in parties.path.rglob("*") if path.is_file() and path not in secret]
     everything = printed.encode() + b"".join(path.read_bytes() for path in public)
     for path in secret:
@@ -1036,8 +965,7 @@ def whole(parties: Parties, provisioned: Path) -> None:
 
 PROVISION = """
 name = "rehearsal"
-superlink = "127.0.0.1:9092"
-exchange = "127.0.0.1:9443"
+door = "127.0.0.1:9443"
 certificate_names = ["localhost"]
 
 [[site]]
@@ -1087,9 +1015,9 @@ def test_provision_makes_a_folder_for_each_party(tmp_path: Path, capsys: pytest.
         ('contact = "rehearsal"', 'contact = ""', "site[0].contact"),
         ('contact = "rehearsal"', 'contact = "\\u0007"', "contact"),
         ('contact = "rehearsal"', 'contact = "x"\ncontcat = "x"', "did you mean site[0].contact?"),
-        ("127.0.0.1:9092", "127.0.0.1", "superlink"),
+        ("127.0.0.1:9443", "127.0.0.1", "door"),
         ('"localhost"', '"local host"', "certificate_names[0]"),
-        (PROVISION, 'name = "x"\nsuperlink = "a:1"\nexchange = "a:2"\n', "site"),
+        (PROVISION, 'name = "x"\ndoor = "a:1"\n', "site"),
         (PROVISION, "", "empty"),
     ],
 )
