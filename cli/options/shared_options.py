@@ -123,12 +123,6 @@ def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
     parser.add_argument("--out", metavar="DIR", help=f"run folder, new or empty (default: {runs}/NAME)")
     parser.add_argument(
-        "--transport",
-        choices=("exchange", "flower"),
-        help="what carries the requests: the exchange, or Flower's own messages, for sites that may open no second "
-        "connection (default: exchange)",
-    )
-    parser.add_argument(
         "--again",
         metavar="RUN",
         help="instead of a new run: continue this one, which has failed or was stopped, as it began",
@@ -142,7 +136,7 @@ def check_again(arguments: argparse.Namespace, error: type[CloisterError]) -> No
         CloisterError: of class `error`: it does not.
     """
     given = []
-    for name in ("plan", "search", "set", "sites", "rounds", "out", "transport", "wait", "dry_run"):
+    for name in ("plan", "search", "set", "sites", "rounds", "out", "wait", "dry_run"):
         value = getattr(arguments, name, None)
         if value is not None and value is not False and value != []:
             given.append(name.upper() if name in ("plan", "search") else f"--{name.replace('_', '-')}")

@@ -1,9 +1,9 @@
 """`cloister status`: show what a coordinator and its sites do, or probe a site.
 
 For the folder of a federation whose coordinator runs on this machine: the runs, and what each site of the present one
-does. For a site's TOML: whether its process is alive, and in which run. With --probe only the exit code counts, 0 if
-it is well and 1 if not: for systemd, Docker and Kubernetes, because neither a site nor its SuperNode listens on a port
-that could be probed.
+does. For a site's TOML: whether its process is alive and connected, and in which run. With --probe only the exit code
+counts, 0 if it is well and 1 if not: for systemd, Docker and Kubernetes, because a site listens on no port that could
+be probed. A site is well while its coordinator answers it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _site(path: Path, arguments: argparse.Namespace) -> int:
     """Show or probe a site by the file that its process writes."""
-    from cloister.clients.checks.heartbeat import DEAD_S, heartbeat_path
+    from cloister.clients.checks.heartbeat import DEAD_S, UNHEARD_S, heartbeat_path
     from cloister.clients.setup.config import read_config
 
     file = heartbeat_path(read_config(path))
@@ -113,8 +113,9 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
         problem = "its process does not run"
     elif age > DEAD_S:
         problem = f"its process has written no heartbeat for {age:.0f} s"
-    elif seen["supernode_answered_s"] > DEAD_S:
-        problem = f"its SuperNode has not answered for {seen['supernode_answered_s']:.0f} s"
+    elif not seen["connected"] or seen["contact_s"] > UNHEARD_S:
+        unheard = "" if seen["contact_s"] is None else f" for {seen['contact_s']:.0f} s"
+        problem = f"its coordinator has not been heard{unheard}"
     else:
         problem = ""
     if arguments.json:
@@ -122,10 +123,6 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
     elif problem:
         print(problem)
     else:
-        run_ = (
-            f"in run {seen['run']}, {'connected' if seen['connected'] else 'not connected'}"
-            if seen["run"]
-            else ""
-        )
-        print(f"well: process {seen['pid']}, SuperNode {seen['supernode']}; {run_ or 'in no run'}")
+        run_ = f"in run {seen['run']}" if seen["run"] else "in no run"
+        print(f"well: process {seen['pid']}, connected; {run_}")
     return 1 if arguments.probe and problem else 0

@@ -1,4 +1,4 @@
-"""What `cloister doctor` checks at a site: federation, keys, releases, disk, devices, and the way to each server."""
+"""What `cloister doctor` checks at a site: federation, keys, releases, disk, devices, and the way to the door."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from cryptography.hazmat.primitives.serialization import Encoding
-
+from cloister.clients.network.door import health
 from cloister.clients.network.route import Route
-from cloister.clients.network.superlink import refuses_clock
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.setup.enrolment import read_installed
-from cloister.protocol.errors import CertificateError, MachineError, ModelError, RosterError
-from cloister.protocol.identity.certificates import certificate_to_pem, check_authority, read_certificate
+from cloister.protocol.errors import ConnectionFailedError, ModelError, RosterError
+from cloister.protocol.identity.certificates import check_authority, read_certificate
 from cloister.protocol.identity.federation import Federation
-from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import load_identity
-from cloister.protocol.identity.supernode import load_supernode_key
 from cloister.protocol.machine.closing import Closing
-from cloister.protocol.machine.findings import Hop, Skipped
+from cloister.protocol.machine.findings import Hop
 from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
 from cloister.protocol.plan.plan import Plan
 
-_HOPS: tuple[tuple[str, Callable[[Route], str | Skipped], int], ...] = (
+_HOPS: tuple[tuple[str, Callable[[Route], str], int], ...] = (
     ("proxy", Route.choose, 0),
     ("DNS", Route.resolve, 1),
     ("TCP", Route.connect, 1),
@@ -33,7 +29,7 @@ _HOPS: tuple[tuple[str, Callable[[Route], str | Skipped], int], ...] = (
     ("TLS", Route.handshake, 4),  # a certificate that is refused is fetched again, to say what it is
     ("ALPN", Route.negotiated, 0),
 )
-"""The hops to a server, and the waits of each."""
+"""The hops to the door, and the waits of each."""
 
 
 class SiteDoctor(Closing):
@@ -52,12 +48,12 @@ class SiteDoctor(Closing):
         self._limit_s = limit_s
         self._plan = plan
         self._federation: Federation | None = None
-        self._routes: dict[str, Route] = {}
+        self._route: Route | None = None
 
     def close(self) -> None:
-        """Close the connections."""
-        for route in self._routes.values():
-            route.close()
+        """Close the connection."""
+        if self._route is not None:
+            self._route.close()
 
     def hops(self) -> list[Hop]:
         """The hops, in their order."""
@@ -72,18 +68,11 @@ class SiteDoctor(Closing):
                 f"correct device and [mesh] in {self._path}; a GPU: does nvidia-smi list it, and has torch CUDA?",
             ),
         ]
-        for server in ("superlink", "exchange"):
-            before = "federation"
-            for name, make, waits in _HOPS:
-                look = partial(self._along, server, make)
-                found.append(
-                    Hop(f"{server} {name}", look, "ask the coordinator", waits * self._limit_s, (before,))
-                )
-                before = found[-1].name
-            if server == "superlink":
-                found.append(
-                    Hop("superlink clock", self._clock, "ask the coordinator", self._limit_s, (before,))
-                )
+        before = "federation"
+        for name, make, waits in (*_HOPS, ("door", self._served, 1)):
+            look = partial(self._along, make)
+            found.append(Hop(name, look, "ask the coordinator", waits * self._limit_s, (before,)))
+            before = name
         return found
 
     def _installed(self) -> str:
@@ -97,42 +86,19 @@ class SiteDoctor(Closing):
                 expected=f"a site of {federation.name}, version {federation.version}",
                 fix=f"correct name in {self._path}; or the site has left: ask the coordinator",
             )
-        path = Path(self._config.federation).with_name("authority.pem")
-        again = "install the same file again: cloister site install FILE"
-        try:
-            authority = read_certificate(path.read_bytes(), str(path))
-        except OSError as error:
-            raise CertificateError(
-                str(path), expected=f"a file that can be read ({error.strerror})", fix=again
-            ) from error
-        if authority.public_bytes(Encoding.DER) != federation.authority:
-            raise CertificateError(str(path), expected="that of the installed federation", fix=again)
+        authority = read_certificate(federation.authority, "authority")
         check_authority(authority, datetime.datetime.now(datetime.UTC))
         self._federation = federation
         return f"{federation.name}, version {federation.version}, of {len(federation.sites)} sites"
 
-    @property
-    def _entry(self) -> Request:
-        assert self._federation is not None
-        entry = self._federation.site(self._config.name)
-        assert entry is not None
-        return entry
-
     def _keys(self) -> str:
-        identity = load_identity(Path(self._config.identity))
-        for what, path, right in (
-            ("identity", self._config.identity, identity.public_key().public_bytes_raw() == self._entry.key),
-            (
-                "supernode_key",
-                self._config.supernode_key,
-                load_supernode_key(Path(self._config.supernode_key)) == self._entry.supernode,
-            ),
-        ):
-            if not right:
-                raise RosterError(
-                    what, path, expected="the key that the installed federation has for this site"
-                )
-        return f"{self._config.identity} and {self._config.supernode_key}, of their owner only"
+        assert self._federation is not None
+        entry, path = self._federation.site(self._config.name), self._config.identity
+        if entry is None or load_identity(Path(path)).public_key().public_bytes_raw() != entry.key:
+            raise RosterError(
+                "identity", path, expected="the key that the installed federation has for this site"
+            )
+        return f"{path}, of its owner only"
 
     def _disk(self) -> str:
         if self._plan is None:
@@ -165,28 +131,18 @@ class SiteDoctor(Closing):
         shown = ", ".join(f"{name} ({memory_of(name) / 1e9:.0f} GB)" for name in dict.fromkeys(names))
         return f"{shown}{more}"
 
-    def _along(self, server: str, make: Callable[[Route], str | Skipped]) -> str | Skipped:
-        if server not in self._routes:
+    def _along(self, make: Callable[[Route], str]) -> str:
+        if self._route is None:
             assert self._federation is not None
-            root = certificate_to_pem(read_certificate(self._federation.authority, "authority"))
-            self._routes[server] = Route(server, getattr(self._federation, server), root, self._limit_s)
-        return make(self._routes[server])
+            self._route = Route(self._federation.entrance, self._limit_s)
+        return make(self._route)
 
-    def _clock(self) -> str | Skipped:
-        route = self._routes["superlink"]
+    def _served(self, route: Route) -> str:
         route.close()
-        refused = refuses_clock(
-            route.address, route.root, datetime.datetime.now(datetime.UTC), limit_s=self._limit_s
-        )
-        if refused is None:
-            return Skipped("the SuperLink does not answer")
-        if refused:
-            raise MachineError(
-                "clock",
-                expected="one that the SuperLink accepts: at most 5 s ahead of the coordinator's, at most 305 s behind",
-                fix="set the wrong one of the two by NTP, such as timedatectl set-ntp true: compare both with a watch",
-            )
-        return "the SuperLink accepts it"
+        problem = health(route.entrance, self._limit_s)
+        if problem:
+            raise ConnectionFailedError("door", problem, expected="an answer of `cloister coordinator start`")
+        return "the coordinator serves"
 
 
 def site_bytes(plan: Plan) -> int:

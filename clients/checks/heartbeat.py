@@ -11,8 +11,10 @@ from cloister.clients.setup.config import SiteConfig
 
 DEAD_S = 60.0
 """Seconds after which a site that has written no heartbeat is taken for dead."""
+UNHEARD_S = 180.0
+"""Seconds after which a site that has not heard its coordinator is not well."""
 
 
 def heartbeat_path(config: SiteConfig) -> Path:
     """The file."""
-    return config.folder / "flower" / "heartbeat.json"
+    return config.folder / "heartbeat.json"

@@ -1,4 +1,4 @@
-"""The exchange at a site: it connects to the coordinator, answers requests, and keeps at it until the run is over.
+"""The door at a site: it connects to the coordinator, answers requests, and stays connected from run to run.
 
 `server/door/door.py` numbers what happens in a session. The site opens all connections, so its firewall has
 to let one outbound port through; a proxy that the environment names (`HTTPS_PROXY`, `NO_PROXY`) is asked to CONNECT.
@@ -6,21 +6,23 @@ to let one outbound port through; a proxy that the environment names (`HTTPS_PRO
 A session that breaks is opened again, with exponential backoff. The reply to a request is kept until the coordinator
 has taken it and is sent again in each new session, byte for byte; its request is not handled twice. A reply with
 vectors that was not taken is kept until there is another one: a coordinator that has started again may ask for it. The
-vectors of a request are kept on disk, by hash: the global model is fetched once, and an interrupted download is
-continued.
+vectors of a request are kept on disk, by hash, until the run is over: the global model is fetched once, and an
+interrupted download is continued.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,11 @@ from cloister.clients.network.serve import Served, reticent, serve
 from cloister.protocol.errors import (
     CloisterError,
     DoorError,
-    InvitationError,
     MemberError,
     TransferError,
     UntrustedError,
 )
-from cloister.protocol.identity.address import host_of
-from cloister.protocol.identity.invitation import Invitation, prove
+from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.messages import Failed
 from cloister.protocol.messages.refusal import printable
@@ -70,10 +70,11 @@ MOST_BYTES = 2**40
 
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 """The first and the longest wait before a session is opened again."""
-_SAME = 6
-"""Tries to reach the address of one invitation before another invitation is asked for."""
 _HASHES = 3
 """Tries to send or fetch a vector that does not match its hash."""
+_SERVICE = "cloister.Door"
+_SERVING = bytes((1 << 3, 1))
+"""A `HealthCheckResponse` with the status SERVING."""
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MESSAGE),
     ("grpc.max_send_message_length", MESSAGE),
@@ -84,7 +85,6 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 _REFUSED: dict[grpc.StatusCode, type[CloisterError]] = {
-    grpc.StatusCode.UNAUTHENTICATED: InvitationError,
     grpc.StatusCode.PERMISSION_DENIED: MemberError,
     grpc.StatusCode.FAILED_PRECONDITION: TransferError,
 }
@@ -112,7 +112,7 @@ class _Session:
 
     def call(self, kind: str, name: str) -> Any:
         """A call of the service, with messages as bytes."""
-        return getattr(self.channel, kind)(f"/cloister.Exchange/{name}")
+        return getattr(self.channel, kind)(f"/{_SERVICE}/{name}")
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
@@ -131,9 +131,11 @@ class _Requests:
     """The one whose reply the coordinator took last, or did not wait for: its id."""
     unasked: bool = False
     """Whether it did not wait for it."""
+    over: bool = False
+    """Whether their run has ended, and its vectors are still there."""
 
     def heard(self, said: pb.ToSite) -> None:
-        """Note a request, or that its reply was taken."""
+        """Note a request, that its reply was taken, or that the run has ended."""
         match said.WhichOneof("said"):
             case "request":
                 # One that is handled is sent again in a new session; after `taken` it is asked once more.
@@ -141,6 +143,8 @@ class _Requests:
                     self.newest = said.request
             case "taken":
                 self.taken, self.unasked = said.taken.id, said.taken.unasked
+            case "over":
+                self.newest, self.over = None, True
 
     def begin(self) -> pb.Letter | None:
         """The newest request, which is handled from now on."""
@@ -150,16 +154,16 @@ class _Requests:
         return letter
 
 
-class ExchangeSite:
-    """A site on the exchange of one run.
+class DoorSite:
+    """A site at the coordinator's door.
 
     Args:
         name: The site's name, as on its card.
-        identity: Its identity key.
+        identity: Reads its identity key, for each session anew.
+        entrance: Where the door is, for each session anew: what was installed meanwhile is used.
         open_site: Finds the site; as for `serve`.
-        invite: Returns an invitation; called at the start, and when the one at hand does not open a session, with the
-            reason. It may wait. What it raises ends `run`.
-        folder: For the vectors of requests; of this site and run alone.
+        folder: For the vectors of requests; of this site alone.
+        ended: Called when a run is over and nothing of it is handled any more.
         explain: Turns an error into the line that the coordinator receives.
         jitter: A factor by which a wait is multiplied.
     """
@@ -167,24 +171,28 @@ class ExchangeSite:
     def __init__(
         self,
         name: str,
-        identity: Ed25519PrivateKey,
+        identity: Callable[[], Ed25519PrivateKey],
+        entrance: Callable[[], Entrance],
         open_site: Callable[[], Served],
-        invite: Callable[[CloisterError | None], Invitation],
         folder: Path,
         *,
+        ended: Callable[[], None] = lambda: None,
         explain: Callable[[Exception], str] = reticent,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.5),
     ) -> None:
+        self.heard_at = -math.inf
+        """When the coordinator was heard last in a session that it had welcomed (`time.monotonic`)."""
+        self.run_label = ""
+        """The run that is under way; empty: none is, as far as the site knows."""
         self._name = name
         self._identity = identity
+        self._entrance = entrance
         self._open_site = open_site
-        self._invite = invite
+        self._ended = ended
         self._explain = explain
         self._jitter = jitter
         self._arrivals = Arrivals(folder, MOST_BYTES)
         self._stopped = threading.Event()
-        self._woken = threading.Event()
-        """Set to end the wait before the next session, and to ask for an invitation."""
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
         self._session: _Session | None = None
@@ -196,10 +204,10 @@ class ExchangeSite:
     # For the owner.
 
     def run(self) -> None:
-        """Serve until the coordinator says that the run is over, `stop` is called or `invite` raises."""
-        worker = threading.Thread(target=self._work, name="exchange-work", daemon=True)
-        pulse = threading.Thread(target=self._pulse, name="exchange-pulse", daemon=True)
-        with ThreadPoolExecutor(STREAMS, thread_name_prefix="exchange-vector") as self._streams:
+        """Serve until `stop` is called."""
+        worker = threading.Thread(target=self._work, name="door-work", daemon=True)
+        pulse = threading.Thread(target=self._pulse, name="door-pulse", daemon=True)
+        with ThreadPoolExecutor(STREAMS, thread_name_prefix="door-vector") as self._streams:
             worker.start()
             pulse.start()
             try:
@@ -214,15 +222,9 @@ class ExchangeSite:
         """Whether a session is open."""
         return self._session is not None
 
-    def invited(self) -> None:
-        """There is a new invitation: if no session is open, ask for it now, and do not wait to try an older one."""
-        if not self.connected:
-            self._woken.set()
-
     def stop(self) -> None:
         """Disconnect; `run` returns when the request that is handled is."""
         self._stopped.set()
-        self._woken.set()
         with self._changed:
             self._changed.notify_all()
             moving = list(self._moving)
@@ -232,49 +234,35 @@ class ExchangeSite:
     # Sessions: in the thread of `run`.
 
     def _stay(self) -> None:
-        invitation: Invitation | None = None
-        why: CloisterError | None = None
         failures = 0
         while not self._stopped.is_set():
-            if invitation is None:
-                invitation = self._invite(why)
             started = time.monotonic()
             try:
-                following, over = self._attend(invitation)
+                self._attend()
             except CloisterError as error:
-                why = error
+                _log.warning("door: %s", error)
                 failures += 1
-                _log.warning("exchange: %s", error)
-                if type(error) is not DoorError or failures % _SAME == 0:
-                    invitation = None
             else:
-                if over:
-                    return
-                lasted = time.monotonic() - started >= SILENT_S
-                why, failures, invitation = None, 0 if lasted else failures + 1, following
-            wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
-            if self._woken.wait(wait) and not self._stopped.is_set():
-                self._woken.clear()
-                invitation = None
+                failures = 0 if time.monotonic() - started >= SILENT_S else failures + 1
+            self._stopped.wait(self._wait_s(failures))
 
-    def _attend(self, invitation: Invitation) -> tuple[Invitation, bool]:
+    def _attend(self) -> None:
         """Open a session and stay in it until it breaks.
 
-        Returns:
-            The invitation for the next one, and whether the run is over.
-
         Raises:
-            UntrustedError: the server does not have the certificate of the invitation.
-            InvitationError, MemberError: the coordinator refuses the site.
+            UntrustedError: the server has no certificate of the federation's authority for its host.
+            MemberError: the coordinator refuses the site.
             DoorError: the coordinator cannot be reached, or did not answer as expected.
+            CloisterError: the site's own key or federation cannot be read.
         """
-        channel = open_channel(invitation.address, invitation.server_name, invitation.certificate)
+        entrance, identity, nonce = self._entrance(), self._identity(), os.urandom(NONCE)
+        channel = open_channel(entrance)
         unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
-        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, token=invitation.token)))
-        welcome: pb.Welcome | None = None
+        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, name=self._name, nonce=nonce)))
+        welcomed = False
         try:
             messages = iter(unsent.get, None)
-            call = channel.stream_stream("/cloister.Exchange/Session")(
+            call = channel.stream_stream(f"/{_SERVICE}/Session")(
                 message.SerializeToString() for message in messages
             )
             with self._watched(call, HANDSHAKE_S) as moving:
@@ -282,36 +270,35 @@ class ExchangeSite:
                     said = _parsed(data)
                     kind = said.WhichOneof("said")
                     moving.moved()
-                    if welcome is None:
-                        if kind == "challenge":
-                            unsent.put(pb.FromSite(proof=self._proof(invitation, said.challenge.nonce)))
-                        elif kind == "welcome":
-                            welcome = said.welcome
-                            moving.limit_s = SILENT_S
-                            self._connected(_Session(channel, welcome.key, unsent))
-                        else:
-                            raise DoorError("message", kind or "", expected="challenge or welcome")
-                    elif kind == "over":
-                        return invitation, True
-                    else:
+                    if welcomed:
                         self._heard(said)
+                    elif kind == "challenge":
+                        nonces = Nonces(nonce, said.challenge.nonce)
+                        signature = prove(identity, self._name, entrance, nonces)
+                        key = identity.public_key().public_bytes_raw()
+                        unsent.put(pb.FromSite(proof=pb.Proof(key=key, signature=signature)))
+                    elif kind == "welcome":
+                        welcomed = True
+                        moving.limit_s = SILENT_S
+                        self.heard_at, self.run_label = moving.at, said.welcome.run
+                        _log.info("connected to %s", entrance.address, extra={"run": self.run_label})
+                        self._connected(_Session(channel, said.welcome.key, unsent))
+                    else:
+                        raise DoorError("message", kind or "", expected="challenge or welcome")
         except grpc.RpcError as error:
-            if welcome is None:
+            if not welcomed:
                 raise _error(error) from None
-            _log.info("exchange: the session broke: %s", printable(_details(error)))
+            _log.info("door: the session broke: %s", printable(_details(error)))
         finally:
             self._connected(None)
             unsent.put(None)
             channel.close()
-        if welcome is None:
+        if not welcomed:
             raise DoorError("session", expected="one that the coordinator keeps open")
-        return replace(invitation, token=welcome.token), False
 
-    def _proof(self, invitation: Invitation, nonce: bytes) -> pb.Proof:
-        signature = prove(self._identity, invitation, nonce, self._name)
-        return pb.Proof(
-            name=self._name, key=self._identity.public_key().public_bytes_raw(), signature=signature
-        )
+    def _wait_s(self, failures: int) -> float:
+        """Seconds before the next try."""
+        return min(_LONGEST_S, _FIRST_S * 2.0 ** min(failures, 16)) * self._jitter()
 
     def _connected(self, session: _Session | None) -> None:
         with self._changed:
@@ -319,6 +306,12 @@ class ExchangeSite:
             self._changed.notify_all()
 
     def _heard(self, said: pb.ToSite) -> None:
+        self.heard_at = time.monotonic()
+        if said.HasField("request"):
+            self.run_label = said.request.run
+        elif said.HasField("over"):
+            _log.info("run %s: over", self.run_label, extra={"run": self.run_label})
+            self.run_label = ""
         with self._changed:
             self._requests.heard(said)
             self._changed.notify_all()
@@ -363,19 +356,29 @@ class ExchangeSite:
                     self._kept = None
             except Exception as error:  # a defect too: the coordinator is told, and the thread goes on
                 if isinstance(error, CloisterError):
-                    _log.warning("exchange: %s", error)
+                    _log.warning("door: %s", error)
                 else:
                     _log.exception("failed")
                 self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
 
     def _next(self) -> pb.Letter | None:
-        with self._changed:
-            self._requests.handled = b""
-            self._changed.wait_for(self._superseded)
-            return None if self._stopped.is_set() else self._requests.begin()
+        """The next request; None at the end. What is left of a run that is over goes first."""
+        while True:
+            with self._changed:
+                self._requests.handled = b""
+                self._changed.wait_for(self._superseded)
+                if self._stopped.is_set():
+                    return None
+                over, self._requests.over = self._requests.over, False
+                letter = None if over else self._requests.begin()
+            if letter is not None:
+                return letter
+            self._kept = None
+            self._arrivals.retain(())
+            self._ended()
 
     def _reply(self, letter: pb.Letter) -> Parcel | None:
-        """The reply to a request: the one that was kept, or the site's; None if there is a newer request."""
+        """The reply to a request: the one that was kept, or the site's; None if it is superseded."""
         if self._kept is not None and self._kept[0] == letter.id:
             return self._kept[1]
         frames = self._fetch(letter)
@@ -387,10 +390,11 @@ class ExchangeSite:
         return reply
 
     def _superseded(self) -> bool:
-        return self._requests.newest is not None or self._stopped.is_set()
+        """Whether the request that is handled is the last one no more: there is a newer one, or its run is over."""
+        return self._requests.newest is not None or self._requests.over or self._stopped.is_set()
 
     def _open_session(self, after: _Session | None = None) -> _Session | None:
-        """The session, or the next one after `after`; None if there is a newer request."""
+        """The session, or the next one after `after`; None if the request is superseded."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._superseded() or (self._session is not None and self._session is not after)
@@ -398,7 +402,7 @@ class ExchangeSite:
             return None if self._superseded() else self._session
 
     def _fetch(self, letter: pb.Letter) -> list[Buffer] | None:
-        """The frames of a request; None if there is a newer one.
+        """The frames of a request; None if it is superseded.
 
         Raises:
             CloisterError: a vector exceeds a limit, or does not match its hash.
@@ -449,7 +453,7 @@ class ExchangeSite:
         return self._requests.taken == id or self._superseded() or self._session is not session
 
     def _persist(self, move: Callable[[_Session], None]) -> bool:
-        """Repeat a transfer until it is done; False if there is a newer request.
+        """Repeat a transfer until it is done; False if its request is superseded.
 
         Raises:
             TransferError: the coordinator does not want the vector any more, or it never matches its hash.
@@ -470,11 +474,10 @@ class ExchangeSite:
                     refused += 1
                     if refused >= _HASHES:
                         raise _error(error) from None
-                _log.info("exchange: a transfer broke: %s", printable(_details(error)))
+                _log.info("door: a transfer broke: %s", printable(_details(error)))
             failures += 1
             with self._changed:
-                wait = min(_LONGEST_S, _FIRST_S * 2 ** min(failures, 16)) * self._jitter()
-                self._changed.wait_for(self._superseded, wait)
+                self._changed.wait_for(self._superseded, self._wait_s(failures))
         return False
 
     def _download(self, session: _Session, arrival: Arrival) -> None:
@@ -515,28 +518,32 @@ class ExchangeSite:
             raise TransferError("upload", expected="an answer that all of it has arrived")
 
 
-def open_channel(address: str, server_name: str, root: bytes) -> grpc.Channel:
-    """A connection to a server of the coordinator, made with the first call.
-
-    Args:
-        address: HOST:PORT at which the site reaches it.
-        server_name: The name in its certificate.
-        root: The only certificate that is trusted, in PEM: its own, or that of its authority.
-    """
-    proxy = proxy_for(host_of(address))
+def open_channel(entrance: Entrance) -> grpc.Channel:
+    """A connection to the door, made with the first call."""
+    proxy = proxy_for(entrance.server_name)
     options = [
         *_OPTIONS,
-        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.ssl_target_name_override", entrance.server_name),
         ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0),
     ]
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root), options)
+    return grpc.secure_channel(entrance.address, grpc.ssl_channel_credentials(entrance.root), options)
+
+
+def health(entrance: Entrance, limit_s: float) -> str:
+    """What the door answers to a health check (grpc.health.v1), which needs no identity; empty: it serves."""
+    with closing(open_channel(entrance)) as channel:
+        try:
+            answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=limit_s)
+        except grpc.RpcError as error:
+            return printable(_details(error))
+    return "" if answer == _SERVING else "another state than SERVING"
 
 
 def _parsed(data: bytes) -> pb.ToSite:
     try:
         said: pb.ToSite = pb.ToSite.FromString(data)
     except DecodeError:
-        raise DoorError("message", f"{len(data)} bytes", expected="one of the exchange") from None
+        raise DoorError("message", f"{len(data)} bytes", expected="one of the door") from None
     return said
 
 
@@ -548,6 +555,6 @@ def _error(error: grpc.RpcError) -> CloisterError:
     """What a call that failed says, as an error of its own class."""
     reason = printable(error.details() or error.code().name)
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
-        return UntrustedError("server", reason, expected="the certificate of the invitation")
+        return UntrustedError("server", reason, expected="a certificate of the federation's authority")
     kind = _REFUSED.get(error.code(), DoorError)
     return kind("session", reason, expected="a coordinator that accepts it")

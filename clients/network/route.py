@@ -1,4 +1,4 @@
-"""The way from a site to a server, hop by hop, as gRPC takes it: proxy, DNS, TCP, CONNECT, TLS, ALPN.
+"""The way from a site to the door, hop by hop, as gRPC takes it: proxy, DNS, TCP, CONNECT, TLS, ALPN.
 
 It is made here with sockets, because gRPC says of most failures only that the server is not available. Each method
 makes one hop, and needs those before it.
@@ -19,28 +19,23 @@ from urllib.parse import unquote, urlsplit
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from cloister.clients.network.proxy import proxy_for, proxy_of_supernode
+from cloister.clients.network.proxy import proxy_for
 from cloister.protocol.errors import CertificateError, ConnectionFailedError, one_line
 from cloister.protocol.identity.address import Endpoint, host_of, port_of, resolve
-from cloister.protocol.identity.certificates import is_self_signed, names_of, read_certificate
+from cloister.protocol.identity.certificates import names_of, read_certificate
+from cloister.protocol.identity.session import Entrance
 from cloister.protocol.machine.closing import Closing
-from cloister.protocol.machine.findings import Skipped
 
-_NO_RUN = "nothing listens there while no run goes on, or a firewall rejects it: check again during a run"
 _HEAD = 2**14
 """Bytes of the longest head of a proxy's answer."""
 
 
 @dataclass
 class Route(Closing):
-    """The way to a server."""
+    """The way to the door."""
 
-    server: str
-    """`superlink` or `exchange`."""
-    address: str
-    """HOST:PORT at which sites reach it."""
-    root: bytes = field(repr=False)
-    """Certificate of the federation's authority, in PEM; no other is trusted."""
+    entrance: Entrance
+    """Where it is, and the authority of its certificate; no other is trusted."""
     limit_s: float
     """Seconds for each wait."""
     _proxy: _Proxy | None = None
@@ -54,24 +49,29 @@ class Route(Closing):
             self._socket = None
 
     @property
+    def address(self) -> str:
+        """The door's, HOST:PORT."""
+        return self.entrance.address
+
+    @property
     def host(self) -> str:
-        """The server's host, which is the name in its certificate."""
-        return host_of(self.address)
+        """The door's host, which is the name in its certificate."""
+        return self.entrance.server_name
 
     def choose(self) -> str:
-        """Find the proxy for the server, if there is one.
+        """Find the proxy for the door, if there is one.
 
         Raises:
             ConnectionFailedError: the environment names none that can be used.
         """
-        used = (proxy_of_supernode if self.server == "superlink" else proxy_for)(self.host)
+        used = proxy_for(self.host)
         if used is None:
             return "none: HTTPS_PROXY is not set, or NO_PROXY has this host"
         self._proxy = _Proxy.of(used)
         return f"{self._proxy.address}, as the environment says"
 
     def resolve(self) -> str:
-        """Find the IP addresses of the server, or of the proxy, which then resolves the server's name.
+        """Find the IP addresses of the door, or of the proxy, which then resolves the door's name.
 
         Raises:
             ConnectionFailedError: the name does not resolve.
@@ -87,11 +87,8 @@ class Route(Closing):
             ) from error.__cause__
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in self._endpoints))}"
 
-    def connect(self) -> str | Skipped:
-        """Connect to the server or the proxy, by the first of its addresses that accepts.
-
-        Returns:
-            To which; skipped, if nothing listens at the address of the exchange.
+    def connect(self) -> str:
+        """Connect to the door or the proxy, by the first of its addresses that accepts.
 
         Raises:
             ConnectionFailedError: none does.
@@ -110,8 +107,6 @@ class Route(Closing):
                 continue
             self._socket = made
             return f"connected to {endpoint.ip} port {endpoint.sockaddr[1]!r}"
-        if self.server == "exchange" and not self._proxy and isinstance(failure, ConnectionRefusedError):
-            return Skipped(_NO_RUN)
         late = isinstance(failure, TimeoutError)
         why = f"no answer within {self.limit_s:g} s" if late else failure.strerror or str(failure)
         raise ConnectionFailedError(
@@ -121,11 +116,8 @@ class Route(Closing):
             fix=self._unreachable(late),
         )
 
-    def tunnel(self) -> str | Skipped:
-        """Ask the proxy, if there is one, for a connection to the server.
-
-        Returns:
-            What it says; skipped, if it cannot reach the exchange.
+    def tunnel(self) -> str:
+        """Ask the proxy, if there is one, for a connection to the door.
 
         Raises:
             ConnectionFailedError: it refuses, or is no HTTP proxy.
@@ -135,8 +127,6 @@ class Route(Closing):
         code, line = self._asked_for_tunnel(self._proxy)
         if code == 200:
             return f"{self._proxy.address} connects to {self.address}"
-        if self.server == "exchange" and code >= 500:
-            return Skipped(f"{self._proxy.address} answers {line}: {_NO_RUN}")
         fix = {
             407: "the proxy does not accept the name and password in HTTPS_PROXY: correct them"
             if self._proxy.credentials
@@ -151,26 +141,22 @@ class Route(Closing):
             fix=fix,
         )
 
-    def handshake(self) -> str | Skipped:
+    def handshake(self) -> str:
         """Make the TLS connection, and check chain, dates and name of the server's certificate.
-
-        Returns:
-            What the certificate is; skipped, if the exchange has a certificate that nothing here can verify: that of a
-            run is self-signed, and sites get it with their invitation.
 
         Raises:
             ConnectionFailedError: the server speaks no TLS, or has another certificate.
         """
         assert self._socket is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(cadata=self.root.decode("ascii"))
+        context.load_verify_locations(cadata=self.entrance.root.decode("ascii"))
         context.set_alpn_protocols(["h2"])
         plain, self._socket = self._socket, None
         plain.settimeout(self.limit_s)
         try:
             self._socket = made = context.wrap_socket(plain, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
-            return self._judged(error)
+            raise self._judged(error) from error
         except TimeoutError:
             raise self._no_tls(
                 f"an answer in TLS within {self.limit_s:g} s, not silence",
@@ -233,12 +219,8 @@ class Route(Closing):
         found = re.match(r"HTTP/1\.[01] ([0-9]{3})\b", line)
         return (int(found[1]) if found else 0), line or "nothing"
 
-    def _judged(self, error: ssl.SSLCertVerificationError) -> Skipped:
-        """What a certificate is that could not be verified.
-
-        Raises:
-            ConnectionFailedError: it is a fault.
-        """
+    def _judged(self, error: ssl.SSLCertVerificationError) -> ConnectionFailedError:
+        """What is wrong with a certificate that could not be verified."""
         shown = self._shown_certificate()
         now = datetime.datetime.now(datetime.UTC)
         valid = f"one that is valid on {now:%Y-%m-%d %H:%M} UTC"
@@ -256,18 +238,13 @@ class Route(Closing):
                 )
             case _:
                 digest = shown.fingerprint(SHA256()).hex()
-                if self.server == "exchange" and is_self_signed(shown):
-                    return Skipped(
-                        "the exchange serves a run, if its coordinator says so: the certificate is self-signed, and "
-                        f"only sites with an invitation to the run can verify it (SHA-256 {digest})"
-                    )
                 what = f"from {shown.issuer.rfc4514_string()}"
                 expected = "one that this federation's authority has signed"
                 fix = (
                     f"ask your network's administrator to let TLS to {self.address} through unopened; or it is another "
                     f"server: ask the coordinator for the SHA-256 of its certificate, here {digest}"
                 )
-        raise ConnectionFailedError("certificate", what, expected=expected, fix=fix)
+        return ConnectionFailedError("certificate", what, expected=expected, fix=fix)
 
     def _shown_certificate(self) -> x509.Certificate:
         """The certificate that the server shows, in another connection that trusts it.

@@ -1,4 +1,4 @@
-"""What `cloister doctor` checks at the coordinator: its federation's folder, releases, disk, names and ports."""
+"""What `cloister doctor` checks at the coordinator: its federation's folder, releases, disk, name and port."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import datetime
 import errno
 import socket
 import ssl
-from functools import partial
 from pathlib import Path
 
 from cloister.protocol.errors import CertificateError, MachineError
 from cloister.protocol.identity.address import everywhere, host_of, port_of, resolve
-from cloister.protocol.identity.certificates import is_self_signed, names_of, read_certificate
-from cloister.protocol.machine.findings import Hop, Skipped
+from cloister.protocol.identity.certificates import names_of, read_certificate
+from cloister.protocol.machine.findings import Hop
 from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
 from cloister.protocol.plan.plan import Plan
 from cloister.server.federation.registry import Registry
@@ -35,22 +34,17 @@ class CoordinatorDoctor:
 
     def hops(self) -> list[Hop]:
         """The hops, in their order."""
-        found = [
+        dns = f"ask for this name in your DNS, or name another: cloister coordinator renew {self._path} --address"
+        port = "stop the other program, or use another port: cloister coordinator renew"
+        backup, opened = "restore the file from its backup", ("federation",)
+        return [
             Hop("federation", self._opened, "restore the folder from its backup"),
-            Hop(
-                "certificates", self._certificates, "restore the file from its backup", needs=("federation",)
-            ),
+            Hop("certificates", self._certificates, backup, needs=opened),
             Hop("releases", check_releases, "install cloister again"),
             Hop("disk", self._disk, "free space"),
+            Hop("DNS", self._name, dns, self._limit_s, opened),
+            Hop("port", self._port, port, self._limit_s, ("certificates",)),
         ]
-        for server in ("superlink", "exchange"):
-            needs = ("federation",)
-            fix = f"ask for this name in your DNS, or name another: cloister coordinator renew {self._path} --{server}"
-            found.append(Hop(f"{server} DNS", partial(self._name, server), fix, self._limit_s, needs))
-            fix = "stop the other program, or use another port: cloister coordinator renew"
-            needs = ("certificates",)
-            found.append(Hop(f"{server} port", partial(self._port, server), fix, self._limit_s, needs))
-        return found
 
     @property
     def _known(self) -> Registry:
@@ -64,17 +58,15 @@ class CoordinatorDoctor:
 
     def _certificates(self) -> str:
         self._known.check_certificates(datetime.datetime.now(datetime.UTC))
-        host = host_of(self._known.federation.superlink)
-        if host not in names_of(self._known.certificate("superlink")):
+        host = host_of(self._known.federation.door)
+        if host not in names_of(self._known.certificate("door")):
             raise CertificateError(
-                "certificate of the superlink",
-                str(self._path / "superlink.pem"),
+                "certificate of the door",
+                str(self._path / "door.pem"),
                 expected=f"one for {host}, its address",
                 fix=f"cloister coordinator renew {self._path}",
             )
-        until = [
-            (self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", "superlink")
-        ]
+        until = [(self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", "door")]
         return ", ".join(f"{name} until {last:%Y-%m-%d}" for last, name in until)
 
     def _disk(self) -> str:
@@ -82,14 +74,14 @@ class CoordinatorDoctor:
             return check_space(self._path, ENOUGH, "needed by a small run; --plan says more exactly")
         return check_space(self._path, coordinator_bytes(self._plan), "needed by the plan's run")
 
-    def _name(self, server: str) -> str:
-        address = getattr(self._known.federation, server)
+    def _name(self) -> str:
+        address = self._known.federation.door
         found = resolve(host_of(address), port_of(address), self._limit_s)
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in found))}"
 
-    def _port(self, server: str) -> str | Skipped:
-        """Whether the port of a server is free, or used by that server."""
-        bind = everywhere(getattr(self._known.federation, server))
+    def _port(self) -> str:
+        """Whether the port of the door is free, or used by the door."""
+        bind = everywhere(self._known.federation.door)
         try:
             with _bound(bind):
                 return f"{bind} is free: nothing listens there now"
@@ -101,13 +93,13 @@ class CoordinatorDoctor:
                     expected=f"one that can be listened on ({error.strerror})",
                     fix="use a port above 1023 (cloister coordinator renew), or give cloister the right to it",
                 ) from error
-        return self._served(server, bind)
+        return self._served(bind)
 
-    def _served(self, server: str, bind: str) -> str | Skipped:
+    def _served(self, bind: str) -> str:
         other = MachineError(
             "port",
             bind,
-            expected=f"free, or used by the {server}, but another program has it",
+            expected="free, or used by the coordinator, but another program has it",
             fix=f"find it with ss -ltnp 'sport = :{port_of(bind)}' and stop it",
         )
         try:
@@ -115,20 +107,14 @@ class CoordinatorDoctor:
             shown = read_certificate(pem.encode(), "the server's")
         except (OSError, ValueError, CertificateError) as error:
             raise other from error
-        if server == "exchange":
-            if not is_self_signed(shown):
-                raise other
-            return Skipped(
-                f"{bind} is in use, by a run if one goes on: the certificate is self-signed, as a run's is"
-            )
-        own = self._known.certificate(server)
+        own = self._known.certificate("door")
         if shown == own:
-            return f"{bind} is served with {server}.pem"
+            return f"{bind} is served with door.pem"
         if shown.public_key() == own.public_key():
             raise MachineError(
                 "certificate that is served",
                 f"until {shown.not_valid_after_utc:%Y-%m-%d}",
-                expected=f"{server}.pem, which was renewed",
+                expected="door.pem, which was renewed",
                 fix="start it again: cloister coordinator start",
             )
         raise other
