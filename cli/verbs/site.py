@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -125,7 +124,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
     known["site"] = _closed(read_config(Path(arguments.site))).name
     stopped = threading.Event()
-    site = DeployedSite(Path(arguments.site), logging.getLogger("cloister").info)
+    site = DeployedSite(Path(arguments.site))
     try:
         with_rest = not site.run(stopped)
     except KeyboardInterrupt:
