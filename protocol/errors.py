@@ -84,15 +84,15 @@ class EngineError(CloisterError):
 
 
 class DoorError(CloisterError):
-    """A session of the exchange has ended or was refused: its peer is gone, silent, too fast or not understood."""
+    """A session at the door has ended or was refused: its peer is gone, silent, too fast or not understood."""
 
 
-class InvitationError(DoorError):
-    """An invitation is unknown, used, expired, or of another run."""
+class SessionError(DoorError):
+    """A transfer names no session that is open."""
 
 
 class UntrustedError(DoorError):
-    """A server does not show the certificate that the invitation has, or the certificate is not valid."""
+    """A server does not show a certificate of the federation's authority for its name, or it is not valid."""
 
 
 class TransferError(DoorError):

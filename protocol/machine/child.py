@@ -1,4 +1,4 @@
-"""A process of another program, such as Flower's SuperLink, that this process starts and keeps running.
+"""A process of a console script, such as a site in a rehearsal, that this process starts and keeps running.
 
 `Child` starts it, starts it again when it ends, and ends it. A child also ends when its parent is killed: it runs in
 `python -m cloister.protocol.machine.child`, whose standard input is a pipe that only the parent holds open.
@@ -26,10 +26,6 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0
 """The first and the longest wait before a child that has ended is started again."""
 _STEADY_S = 60.0
 """A child that has run so long begins with the first wait again."""
-NO_THREAD_FAILS = {"flower-supernode"}
-"""Scripts that end when one of their threads fails. In Flower's SuperNode the thread that sends heartbeats ends at any
-error but a lost connection, such as that of a SuperLink whose disk is full. The SuperNode goes on without it, and
-SuperLink takes it for offline from then on."""
 END_S = 10
 """Seconds for which a child may end by itself after SIGTERM, and its interpreter shut down at the end."""
 
@@ -38,7 +34,7 @@ class Child:
     """A console script of this environment, as a process that is kept running; a context manager.
 
     Args:
-        name: The script, such as `flower-superlink`.
+        name: The script, such as `cloister`.
         arguments: Its arguments.
         log: File to which its output is appended; its owner alone can read it.
         environment: Variables besides those of this process.
@@ -141,6 +137,7 @@ def spawn(
     *,
     output: IO[bytes] | int,
     log: IO[bytes],
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a console script of this environment, which ends when the pipe to its standard input is closed.
 
@@ -150,6 +147,7 @@ def spawn(
         environment: All of its variables.
         output: File for its standard output, or `subprocess.PIPE`.
         log: File for its standard error.
+        inherited: File descriptors that it has too, under the same numbers.
 
     Raises:
         EngineError: the script is not installed.
@@ -162,6 +160,7 @@ def spawn(
         stdout=output,
         stderr=log,
         env=environment,
+        pass_fds=inherited,
         start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends it in order
     )
 
@@ -190,13 +189,6 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end_by(failed: threading.ExceptHookArgs) -> None:
-    """Tell the error of a thread, and end the process."""
-    threading.__excepthook__(failed)
-    signal.alarm(END_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     """Run the console script that the first argument names, with the others."""
     # When an interpreter shuts down, its daemon threads have stopped, and gRPC may wait for a lock that one of them
@@ -204,8 +196,6 @@ def main() -> None:
     atexit.register(lambda: signal.alarm(END_S))
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     sys.argv = sys.argv[1:]
-    if sys.argv[0] in NO_THREAD_FAILS:
-        threading.excepthook = _end_by
     (load,) = _scripts(sys.argv[0])
     script = load()
     assert callable(script), "a console script is a function"

@@ -1,4 +1,4 @@
-"""How vectors travel over the exchange: their names, the limits and times of both ends, and files that grow and resume.
+"""How vectors travel through the door: their names, the limits and times of both ends, and files that grow and resume.
 
 A vector is named by its BLAKE3 hash, which most messages state: the model's in a request, each span's in a manifest. It
 is sent in chunks from the offset that its receiver has, and the receiver hashes what arrives. A vector that is broken
@@ -212,12 +212,25 @@ class Arrivals:
         Raises:
             TransferError: it has not arrived as a whole.
         """
+        arrival = self._whole(name, size)
+        return memoryview(b"") if arrival is None else arrival.map()
+
+    def file(self, name: bytes, size: int) -> Path | None:
+        """The file of a vector that is whole; None for an empty one.
+
+        Raises:
+            TransferError: it has not arrived as a whole.
+        """
+        arrival = self._whole(name, size)
+        return None if arrival is None else arrival.path
+
+    def _whole(self, name: bytes, size: int) -> Arrival | None:
         if not size:
-            return memoryview(b"")
+            return None
         arrival = self._known.get(name)
         if arrival is None or arrival.size != size or not arrival.whole:
             raise TransferError("vector", name.hex(), expected="one that has arrived as a whole")
-        return arrival.map()
+        return arrival
 
     def retain(self, names: Collection[bytes]) -> None:
         """Remove all files but those of these vectors; what is mapped stays until it is dropped."""
@@ -245,7 +258,8 @@ class Arrival:
         self.size = size
         self.whole = False
         """Whether all bytes are there and match the hash."""
-        self._path = path
+        self.path = path
+        """Its file, once it is whole."""
         self._part = path.with_suffix(".part")
         self._lock = threading.Lock()
         self._turn = 0
@@ -261,7 +275,7 @@ class Arrival:
         Raises:
             StorageError: the disk refuses.
         """
-        with self._lock, on_disk(self._path):
+        with self._lock, on_disk(self.path):
             self._turn += 1
             if self._held is None:
                 self._held = self._found()
@@ -274,7 +288,7 @@ class Arrival:
             TransferError: another stream has the turn, or these are not the next `CHUNK` bytes or the last ones.
             StorageError: the disk refuses; the bytes before stay.
         """
-        with self._lock, on_disk(self._path):
+        with self._lock, on_disk(self.path):
             held = self._held_by(turn)
             file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -304,7 +318,7 @@ class Arrival:
         Raises:
             TransferError: another stream has the turn, or the hash is another: then the file is empty again.
         """
-        with self._lock, on_disk(self._path):
+        with self._lock, on_disk(self.path):
             held = self._held_by(turn)
             if self.whole:
                 return
@@ -315,13 +329,13 @@ class Arrival:
                 raise TransferError(
                     "vector", digest.hex(), expected=f"{self.size} bytes with the hash {self.name.hex()}"
                 )
-            self._part.replace(self._path)
+            self._part.replace(self.path)
             self.whole = True
 
     def map(self) -> memoryview:
         """The bytes of a whole vector, mapped from its file."""
-        with on_disk(self._path):
-            return np.memmap(self._path, np.uint8, "r").data
+        with on_disk(self.path):
+            return np.memmap(self.path, np.uint8, "r").data
 
     def _held_by(self, turn: int) -> int:
         if turn != self._turn or self._held is None:
@@ -330,8 +344,8 @@ class Arrival:
 
     def _found(self) -> int:
         """Hash what an earlier process has left; returns its bytes."""
-        if self._path.exists():
-            self._path.replace(self._part)
+        if self.path.exists():
+            self.path.replace(self._part)
         try:
             file = self._part.open("rb")
         except FileNotFoundError:

@@ -1,26 +1,28 @@
-"""The exchange at the coordinator: gRPC with TLS on a port of its own, and the `Channel` over it.
+"""The door: the one port on which a coordinator's process listens, for sites alone, and the run behind it.
 
 Sites connect to the coordinator, which opens no connection. What happens in a session:
 
-1. Hello: the site shows the token of an invitation. A token opens one session.
-2. Challenge: the coordinator draws a nonce.
-3. Proof: the site signs run, token, certificate and nonce with its identity key (`protocol/identity/invitation.py`).
-4. Welcome: a key that names the session in uploads and downloads, and the token of the next session.
+1. Hello: the site says its name and a nonce.
+2. Challenge: the door draws a nonce.
+3. Proof: the site signs both nonces, its name, the federation and the authority with its identity key
+   (`protocol/identity/session.py`). It must be a site of the newest version of the federation, with that key.
+4. Welcome: a key that names the session in uploads and downloads.
 5. Requests and replies, as `Letter`. The vectors of a reply are uploaded before it, those of a request are downloaded
    after it, by hash (`protocol/messages/transfer.py`).
-6. Taken: the coordinator has taken the reply, and the site may forget it.
+6. Taken: the run has taken the reply, and the site may forget it.
 
-What was uploaded for a request stays on disk until this process asks the site for something else, or the site's next
-upload begins. So a coordinator that is killed before that, and asks for the same byte for byte, gets it without a
-second upload.
+The process of a run is behind the door (`behind.py`, `grid.py`). It may die and come back while the sites stay
+connected. What was uploaded for a request stays on disk until the run asks the site for something else, or the site's
+next upload begins. So a run that is killed before that, and asks for the same byte for byte, gets it without a second
+upload.
 
-A site is its identity key. Its node, pending request and the vectors that it has uploaded outlive its sessions: the
-request is sent again in the next session, byte for byte, and an upload continues where it was. A newer session of the
-same site ends the older one.
+A site is its name in the federation. Its pending request and the vectors that it has uploaded outlive its sessions:
+the request is sent again in the next session, byte for byte, and an upload continues where it was. A newer session of
+the same site ends the older one.
 
 All state belongs to one thread, which runs the event loop; files are written in a few others. Everything that a peer
-can make the coordinator keep has a limit, and everything that it waits for has one in seconds. Refused: gRPC's
-threaded server, where a connection that says nothing occupies a thread.
+can make the door keep has a limit, and everything that it waits for has one in seconds. Refused: gRPC's threaded
+server, where a connection that says nothing occupies a thread.
 """
 
 from __future__ import annotations
@@ -28,92 +30,67 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
-import queue
 import shutil
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from cloister.aggregation.sums import Sums
 from cloister.protocol.errors import (
     CloisterError,
+    DoorError,
     EncodingError,
     EngineError,
-    DoorError,
-    InvitationError,
     MemberError,
     RosterError,
     SecureSumError,
+    SessionError,
     StorageError,
     TransferError,
 )
-from cloister.protocol.identity.invitation import NONCE, Invitation, Tokens, verify_proof
-from cloister.protocol.identity.roster import Card, check_name
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.roster import check_name
+from cloister.protocol.identity.session import NONCE, Nonces, verify_proof
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages import door_pb2 as pb
-from cloister.protocol.messages.messages import Failed, Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
     CHUNK,
     HANDSHAKE_S,
     MESSAGE,
     SILENT_S,
-    SLOWEST,
     SMALL,
     STALL_S,
     VERSION,
     Arrivals,
-    Parcel,
     check_vectors,
     data_of,
     part_of,
 )
-from cloister.protocol.messages.wire import Buffer
-from cloister.protocol.plan.plan import Plan
-from cloister.server.door.certificate import Certificate
-from cloister.server.door.event_loop import EventLoop, LoopEndedError
+from cloister.server.door.behind import Behind, asked_in, received
+from cloister.server.door.event_loop import EventLoop
 from cloister.server.door.rate import Rate
-from cloister.server.sum.channel import Failure, reply_in
+from cloister.server.door.sites import Pending, Session, Site
 
 _log = logging.getLogger(__name__)
 
-ENVIRONMENT: Mapping[str, str] = {
-    "GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256",
-    "GRPC_VERBOSITY": "NONE",
-    "MALLOC_ARENA_MAX": "2",
-}
-"""What a process must have in its environment when it starts, so that its server refuses TLS 1.2, a peer that is
-refused does not fill the log with lines of gRPC's own, and less memory is kept for sites that have come and gone: glibc
-otherwise keeps what each of gRPC's threads has freed in an arena of its own.
-
-gRPC for Python has no setting for the version. It negotiates 1.3 where the peer can. The variable leaves one cipher
-suite of TLS 1.2, which needs an RSA key, and the certificate's is ECDSA; the suites of 1.3 do not depend on it."""
-INVITATION_S = 3600.0
-"""Seconds for which an invitation is valid."""
-
 _GREETINGS = 64
-"""Sessions that have shown no token yet; a newer one ends the oldest."""
+"""Sessions that have not proved yet who they are; a newer one ends one of the address that has the most."""
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
-_BURST, _RATE = 2048, 100.0
-"""Messages of a session and transfers of a site that may come at once, and a second."""
 _LOGGED = 100
 """Refusals that are logged at once; later ones are, one a second."""
-_UNSENT = 64
-"""Messages to a site that wait to be sent; a site that does not read them is disconnected."""
 _TOLD = 64 * CHUNK
 """Bytes of an upload after which the site is told how many have arrived."""
 _UNWRITTEN = 2
@@ -125,10 +102,12 @@ _WRITERS = 4
 """Threads that write to disk."""
 _CLOSE_S = 2.0
 """Seconds for which the last messages may still be sent at the end."""
-_SERVICE = "cloister.Exchange"
+_SHOW_S = 2.0
+"""Seconds between two reports of the bytes that have moved."""
+_SERVICE = "cloister.Door"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
-    (InvitationError, grpc.StatusCode.UNAUTHENTICATED),
+    (SessionError, grpc.StatusCode.UNAUTHENTICATED),
     (TransferError, grpc.StatusCode.FAILED_PRECONDITION),
     (EncodingError, grpc.StatusCode.INVALID_ARGUMENT),
     (SecureSumError, grpc.StatusCode.PERMISSION_DENIED),  # of a signature, or of a site that is no member
@@ -157,400 +136,191 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Connected:
-    """What the exchange knows of a site."""
+class ServerCertificate:
+    """What the server shows, and its private key, both in PEM."""
 
-    node: int
-    name: str
-    """As the site has signed it."""
-    online: bool
-    """Whether it has a session now."""
-    sent: int
-    """Bytes of vectors that it was sent."""
-    received: int
-    """Bytes of vectors that it has uploaded."""
+    pem: bytes
+    key: bytes
 
 
-@dataclass
-class _Pending:
-    """A request that waits for its reply."""
-
-    node: int
-    id: bytes
-    letter: bytes
-    """The request as it is sent, each time."""
-    offered: dict[bytes, memoryview]
-    """Its vectors, by hash."""
-    answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]]
-    until: float = 0.0
-    """The deadline."""
-    answered: bool = False
-
-
-@dataclass(eq=False)
-class _Session:
-    """A connection of a site that has proved who it is."""
-
-    key: bytes = field(repr=False)
-    end: Callable[[str], None]
-    """Ends it, with the reason that the site is told."""
-    unsent: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(_UNSENT))
-    transfers: set[asyncio.Task[Any]] = field(default_factory=set)
-
-    def tell(self, **said: Message) -> None:
-        """Queue a message; a site that does not read loses its session."""
-        self.send(pb.ToSite(**said).SerializeToString())
-
-    def send(self, message: bytes) -> None:
-        try:
-            self.unsent.put_nowait(message)
-        except asyncio.QueueFull:
-            self.end("the site does not read its messages")
-
-
-class _Site:
-    """A site that has proved its identity at least once.
+class Door(Closing):
+    """Serves from its making until `close`; a context manager.
 
     Args:
-        node: Its number.
-        name: Its name.
-        folder: For the vectors that it uploads.
-    """
-
-    def __init__(self, node: int, name: str, folder: Path) -> None:
-        self.node = node
-        self.name = name
-        self.folder = folder
-        self.session: _Session | None = None
-        self.pending: _Pending | None = None
-        self.arrivals: Arrivals | None = None
-        self.token = b""
-        """Opens its next session; valid while it is connected, and for a time after."""
-        self.rate = Rate(_BURST, _RATE)
-        self.sent = self.received = 0
-        self.moved_at = -STALL_S
-        """When the last bytes of an upload for the pending request have arrived."""
-        self.fetched = 0
-        """Bytes of vectors of the pending request that were sent."""
-        self.fetched_at = -math.inf
-        """When the last of them was; what a site fetches again does not count."""
-        self.taken: Path | None = None
-        """The vectors of the reply that was taken last."""
-
-
-class _Sites:
-    """The sites that have proved their identity at least once.
-
-    Args:
-        folder: For the vectors that they upload.
-        most: The most sites.
-        cards: As for `ExchangeChannel`.
-    """
-
-    def __init__(self, folder: Path, most: int, cards: Sequence[Card] | None) -> None:
-        self.folder = folder
-        self.most = most
-        self._cards = None if cards is None else {card.name: card.public for card in cards}
-        self._by_key: dict[bytes, _Site] = {}
-        self._by_node: dict[int, _Site] = {}
-
-    def __iter__(self) -> Iterator[_Site]:
-        return iter(self._by_key.values())
-
-    @property
-    def online(self) -> int:
-        """How many have a session now."""
-        return sum(site.session is not None for site in self)
-
-    def at(self, node: int) -> _Site | None:
-        """The site with a node."""
-        return self._by_node.get(node)
-
-    def check_card(self, name: str, public: bytes) -> None:
-        """Check that a key is that of the site `name`.
-
-        Raises:
-            MemberError: it is not.
-        """
-        check_name(name)
-        if self._cards is None:
-            known = next((key for key, site in self._by_key.items() if site.name == name), public)
-            same = self._by_key[public].name == name if public in self._by_key else True
-            if known != public or not same:
-                raise MemberError("site", name, expected="the name and key with which it was first connected")
-        elif self._cards.get(name) != public:
-            raise MemberError("site", name, expected="a site of the roster, with its key")
-
-    def proved(self, name: str, public: bytes) -> _Site:
-        """The site that has proved this identity; a new one gets the next node.
-
-        Raises:
-            MemberError: there are as many sites as there may be.
-        """
-        site = self._by_key.get(public)
-        if site is None:
-            node = len(self._by_key) + 1
-            if node > self.most:
-                raise MemberError("sites", node, expected=f"at most {self.most}")
-            site = _Site(node, name, self.folder / public.hex())
-            self._by_key[public] = self._by_node[node] = site
-        return site
-
-
-class ExchangeChannel(Closing):
-    """The exchange of a run, as a `Channel`; use it as a context manager. Its nodes are sites that have been connected.
-
-    Args:
-        run: Label of the run, the same after a restart.
-        certificate: The server's; its first name is the one that sites ask for.
-        folder: Where uploads are kept until they are summed; of this run alone.
-        sites: The most sites.
-        most_bytes: The most bytes of the vectors of one reply (`most_bytes_of`).
+        certificate: Returns the server's certificate; asked at each handshake, so that a new one is served at once.
+        federation: Returns the newest version of the federation; asked at each session.
         bind: HOST:PORT on which the server listens; port 0: any.
-        advertised: HOST:PORT at which sites reach it; empty: as bound.
-        cards: The cards of the sites that may connect; None: any, each under the key that its name had first.
 
     Raises:
         EngineError: the server cannot listen there.
-        CertificateError: the certificate has no name.
     """
 
     def __init__(
         self,
-        run: str,
-        certificate: Certificate,
-        folder: Path,
-        *,
-        sites: int,
-        most_bytes: int,
-        bind: str = "[::]:9443",
-        advertised: str = "",
-        cards: Sequence[Card] | None = None,
+        certificate: Callable[[], ServerCertificate],
+        federation: Callable[[], Federation],
+        bind: str,
     ) -> None:
-        self._run = run
         self._certificate = certificate
-        self._server_name = certificate.name
-        self._most_bytes = most_bytes
-        self._tokens = Tokens(time.monotonic, most=4 * sites + 64)
-        self._sites = _Sites(folder, sites, cards)
-        self._sessions: dict[bytes, tuple[_Site, _Session]] = {}
-        """By the key of the session, which is 32 random bytes."""
-        self._greeting: dict[asyncio.Task[Any], None] = {}
+        self._federation = federation
+        self._sites: dict[str, Site] = {}
+        self._sessions: dict[bytes, tuple[Site, Session]] = {}
+        """By the key of the session."""
+        self._run: Behind | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._greeting: dict[asyncio.Task[Any], str] = {}
+        """Sessions that have not proved yet who they are, oldest first, and the addresses that they come from."""
         self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
-        self._more = asyncio.Condition()
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="exchange-disk")
-        self._loop = EventLoop("exchange")
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
+        self._loop = EventLoop("door")
         try:
             self._server, port = self._loop.run(self._start(bind))
         except BaseException as error:
             self._end()
             if isinstance(error, RuntimeError):  # gRPC's, for a port that is taken
-                raise EngineError("exchange", bind, expected="an address that is free") from error
+                raise EngineError("--bind", bind, expected="an address that is free") from error
             raise
-        self.address = advertised or f"{bind.rpartition(':')[0]}:{port}"
-        """HOST:PORT at which sites reach it."""
+        self.address = f"{bind.rpartition(':')[0]}:{port}"
+        """HOST:PORT on which it listens."""
 
-    def close(self, *, over: bool = False) -> None:
-        """Disconnect all sites and end all threads; idempotent.
+    def close(self) -> None:
+        """Disconnect all sites and end all threads; idempotent."""
+        if not self._loop.over:
+            self._loop.run(self._server.stop(_CLOSE_S))
+            self._end()
+
+    def serve(self, near: socket.socket) -> None:
+        """Serve a run from now on, until its process has closed the other end of a socket, or `close`.
 
         Args:
-            over: Tell the sites that the run is over, so that they do not connect again. Their uploads are removed.
+            near: This end of a connected pair of Unix stream sockets, which is closed at the end.
         """
-        if self._loop.over:
-            return
-        self._loop.call(partial(self._dismiss, over))
-        self._loop.run(self._server.stop(_CLOSE_S if over else 0))
-        self._end()
-        if over:
-            shutil.rmtree(self._sites.folder, ignore_errors=True)
 
-    # For the coordinator's thread.
+        def begin() -> None:
+            self._serving.add(task := asyncio.create_task(self._serve(near)))
+            task.add_done_callback(self._serving.discard)
 
-    def invite(self, lifetime_s: float = INVITATION_S) -> Invitation:
-        """A new invitation, for one session of one site; it is a secret between the two."""
-        token = self._loop.call(lambda: self._tokens.issue(lifetime_s))
-        return Invitation(self._run, self.address, self._server_name, self._certificate.pem, token)
+        self._loop.call(begin)
 
-    def wait_for(self, sites: int, timeout_s: float) -> int:
-        """Wait until so many sites are connected; returns how many are, also when the time is over."""
+    def connected(self) -> list[str]:
+        """The names of the sites that are connected, sorted."""
+        return self._loop.call(lambda: sorted(site.name for site in self._sites.values() if site.session))
 
-        async def wait() -> int:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s), self._more:
-                    await self._more.wait_for(lambda: self._sites.online >= sites)
-            return self._sites.online
-
-        return self._loop.run(wait(), timeout_s)
-
-    def connected(self) -> list[Connected]:
-        """All sites that have been connected, by node; none after `close`."""
-
-        def read() -> list[Connected]:
-            return [
-                Connected(site.node, site.name, site.session is not None, site.sent, site.received)
-                for site in self._sites
-            ]
-
-        try:
-            return sorted(self._loop.call(read), key=lambda site: site.node)
-        except LoopEndedError:
-            return []
-
-    def nodes(self) -> Sequence[int]:
-        """The nodes of all sites that have been connected: also of those that are to connect again."""
-        return [site.node for site in self.connected()]
-
-    def ask(
-        self, requests: Mapping[int, Request], deadline_s: float, *, group: str
-    ) -> Iterator[tuple[int, Reply | Failure]]:
-        """As `Channel.ask`, with two differences. A site's deadline begins when it has the vectors of its request. A
-        reply whose upload moves at the deadline is waited for as long as it moves.
-
-        The vectors of a reply are mapped from disk; they are removed when the next answer is asked for. Vectors of the
-        requests must not change until this iterator ends.
-        """
-        batches = iter((requests,))
-        return self.stream(lambda: next(batches, {}), deadline_s, group=group)
-
-    def stream(
-        self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
-    ) -> Iterator[tuple[int, Reply | Failure]]:
-        """As `Streaming.stream`, otherwise as `ask`. A vector must not change until its request has ended."""
-        answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]] = queue.SimpleQueue()
-        waiting: dict[int, _Pending] = {}
-        # By the id of a request, which is that of an object that lives: those of the newest batch.
-        parcels: dict[int, tuple[Request, _Pending]] = {}
-        timeout: float | None = None
-        try:
-            while True:
-                batch = requests()
-                if batch:
-                    parcels = {id(each): parcels[id(each)] for each in batch.values() if id(each) in parcels}
-                    until, asked = time.monotonic() + deadline_s, {}
-                    for node, request in batch.items():
-                        if id(request) not in parcels:
-                            parcels[id(request)] = request, _pending(request, answers)
-                        asked[node] = replace(parcels[id(request)][1], node=node, until=until)
-                    waiting |= asked
-                    timeout = None
-                    _log.info("%s: %d sites are asked", group, len(asked))
-                    self._loop.call(partial(self._ask, asked))
-                if not waiting:
-                    return
-                if timeout is None:
-                    timeout = min(pending.until for pending in waiting.values()) - time.monotonic()
-                try:
-                    node, answer = answers.get(timeout=max(0.0, timeout))
-                except queue.Empty:
-                    overdue, timeout = self._loop.call(partial(self._overdue, waiting, deadline_s))
-                    for late in overdue:
-                        del waiting[late]
-                        yield late, Failure(f"node {late}", f"timeout: no answer within {deadline_s:g} s")
-                    continue
-                pending = waiting.pop(node)
-                reply = answer if isinstance(answer, Failure) else self._reply_in(answer, node)
-                del answer
-                yield node, reply
-                del reply  # its vectors are mapped
-                with contextlib.suppress(LoopEndedError):  # `close` ends the requests of another thread
-                    self._loop.call(partial(self._taken, pending))
-                timeout = None
-        finally:
-            with contextlib.suppress(LoopEndedError):
-                self._loop.call(partial(self._withdraw, waiting))
-
-    def _reply_in(self, frames: Sequence[Buffer], node: int) -> Reply | Failure:
-        """As `reply_in`; a reply under another name than the site has proved is a failure too."""
-        reply, site = reply_in(frames, node), self._sites.at(node)
-        assert site is not None, "it was asked"
-        if isinstance(reply, Failure | Failed) or reply.site == site.name:
-            return reply
-        return Failure(site.name, f"it answered under the name {reply.site!r}")
+    def refresh(self) -> None:
+        """End the sessions of sites that are no longer in the federation with the key that they have shown."""
+        self._loop.call(self._refresh)
 
     def _end(self) -> None:
         self._loop.end()
         self._writers.shutdown()
 
-    # In the thread of the event loop: the coordinator's side.
+    # The run, in the thread of the event loop.
 
-    def _ask(self, requests: Mapping[int, _Pending]) -> None:
-        for node, pending in requests.items():
-            site = self._sites.at(node)
-            if site is None:
-                pending.answers.put((node, Failure(f"node {node}", "it has not been connected")))
-                continue
-            if site.taken not in (None, _folder(site, pending)):
+    async def _serve(self, near: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=near)
+        run: Behind | None = None
+        try:
+            run = self._run = Behind((await received(reader)).begin, writer)
+            for name in run.sites:
+                site = self._sites.setdefault(name, Site(name))
+                site.sent = site.received = 0
+            run.timers.add(asyncio.create_task(self._show(run)))
+            _log.info("the door serves run %s", run.label, extra={"run": run.label})
+            while True:
+                said = await received(reader)
+                await writer.drain()
+                match said.WhichOneof("said"):
+                    case "ask":
+                        self._ask(run, said.ask)
+                    case "taken":
+                        self._taken(said.taken)
+                    case "withdrawn":
+                        self._withdraw(said.withdrawn)
+                    case "over":
+                        self._over(run)
+        except (asyncio.IncompleteReadError, ConnectionError):  # its process has ended
+            pass
+        except Exception:  # a defect: the run's process sees that its socket is closed
+            _log.exception("the door serves a run no longer")
+        finally:
+            if run is not None:
+                for timer in run.timers:
+                    timer.cancel()
+            if run is not None and self._run is run:
+                self._run = None
+                for site in self._sites.values():
+                    site.pending = site.taken = None
+            writer.close()
+
+    async def _show(self, run: Behind) -> None:
+        while True:
+            run.show(list(self._sites.values()))
+            await asyncio.sleep(_SHOW_S)
+
+    def _ask(self, run: Behind, ask: pb.Ask) -> None:
+        asked = asked_in(ask, run.label)
+        _log.info("run %s: %d sites are asked", run.label, len(ask.sites), extra={"run": run.label})
+        waiting = {}
+        for name in ask.sites:
+            site = self._sites[name]
+            folder = run.folder / name / asked.id.hex()[:32]
+            if site.taken not in (None, folder):
                 shutil.rmtree(site.taken, ignore_errors=True)
-            site.pending, site.taken = pending, None
-            site.moved_at, site.fetched_at, site.fetched = -STALL_S, -math.inf, 0
-            site.arrivals = Arrivals(_folder(site, pending), self._most_bytes)
+            site.taken = None
+            site.pending = waiting[name] = Pending(
+                asked, folder, Arrivals(folder, run.most_bytes), run.most_bytes
+            )
             if site.session is not None:
-                site.session.send(pending.letter)
+                site.session.send(asked.letter)
+        run.timers.add(timer := asyncio.create_task(self._wait(run, waiting)))
+        timer.add_done_callback(run.timers.discard)
 
-    def _overdue(self, waiting: Mapping[int, _Pending], deadline_s: float) -> tuple[list[int], float]:
-        """Withdraw the requests that have not been answered by their deadline, and whose upload does not move.
+    async def _wait(self, run: Behind, waiting: dict[str, Pending]) -> None:
+        """Fail the requests that are not answered by their deadline."""
+        while waiting:
+            for name, pending in list(waiting.items()):
+                if pending.answered or self._sites[name].pending is not pending:
+                    del waiting[name]
+                elif pending.left_s() <= 0:
+                    del waiting[name]
+                    self._sites[name].pending = None
+                    late = f"timeout: no answer within {pending.asked.deadline_s:g} s"
+                    run.fail(name, pending.asked.id, late)
+            if waiting:
+                await asyncio.sleep(max(0.0, min(pending.left_s() for pending in waiting.values())))
 
-        Both in one step: a reply that arrived between would be a second answer of its site. The deadline begins when
-        the site has the request's vectors; what it waits for transfers is bounded, each way.
-
-        Returns:
-            Their nodes, and the seconds until the next can be overdue.
-        """
-        now = time.monotonic()
-        left = {}
-        for node, pending in waiting.items():
-            if pending.answered:
-                continue
-            left[node] = pending.until - now
-            site = self._sites.at(node)
-            if site is not None:
-                longest = (
-                    max(self._most_bytes, sum(each.nbytes for each in pending.offered.values())) / SLOWEST
-                )
-                end = max(pending.until, min(site.fetched_at, pending.until + longest) + deadline_s)
-                left[node] = max(end, min(site.moved_at + STALL_S, end + longest)) - now
-        overdue = [node for node, seconds in left.items() if seconds <= 0]
-        self._withdraw({node: waiting[node] for node in overdue})
-        return overdue, min((seconds for seconds in left.values() if seconds > 0), default=0.0)
-
-    def _site_of(self, pending: _Pending) -> _Site | None:
-        site = self._sites.at(pending.node)
-        return site if site is not None and site.pending is pending else None
-
-    def _taken(self, pending: _Pending) -> None:
-        site = self._site_of(pending)
-        if site is not None:
-            self._withdraw({site.node: pending})
-            site.taken = _folder(site, pending)
+    def _taken(self, of: pb.Of) -> None:
+        site = self._sites[of.site]
+        if site.pending is not None and site.pending.asked.id == of.request:
+            site.taken, site.pending = site.pending.folder, None
             if site.session is not None:
-                site.session.tell(taken=pb.Taken(id=pending.id))
+                site.session.tell(taken=pb.Taken(id=of.request))
 
-    def _withdraw(self, requests: Mapping[int, _Pending]) -> None:
-        for pending in requests.values():
-            site = self._site_of(pending)
-            if site is not None:
-                site.pending = site.arrivals = None
+    def _withdraw(self, of: pb.Of) -> None:
+        site = self._sites[of.site]
+        if site.pending is not None and site.pending.asked.id == of.request:
+            site.pending = None
 
-    def _dismiss(self, over: bool) -> None:
-        for site in self._sites:
-            if site.pending is not None and not site.pending.answered:
-                site.pending.answered = True
-                site.pending.answers.put((site.node, Failure(f"node {site.node}", "the exchange is closed")))
-            if over and site.session is not None:
+    def _over(self, run: Behind) -> None:
+        """The run has ended: its sites forget it, and its uploads are removed."""
+        for site in self._sites.values():
+            if site.name in run.sites and site.session is not None:
                 site.session.tell(over=pb.Over())
+        shutil.rmtree(run.folder, ignore_errors=True)
 
-    # In the thread of the event loop: the service.
+    # Sessions, in the thread of the event loop.
 
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
-        connections = 2 * self._sites.most + _GREETINGS
+        most = max(len(self._federation().sites), 1)
+        connections = 2 * most + _GREETINGS
         server = grpc.aio.server(
             options=[
                 *_OPTIONS,
                 ("grpc.max_allowed_incoming_connections", connections),
-                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // self._sites.most, 2**16), 2**22)),
+                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22)),
             ],
             maximum_concurrent_rpcs=connections * _TRANSFERS,
         )
@@ -568,13 +338,33 @@ class ExchangeChannel(Closing):
                 grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
             )
         )
-        pair = (self._certificate.key, self._certificate.pem)
-        port = server.add_secure_port(bind, grpc.ssl_server_credentials([pair]))
+        port = server.add_secure_port(bind, self._credentials())
         await server.start()
         return server, port
 
+    def _credentials(self) -> grpc.ServerCredentials:
+        """Those of the certificate as it is at each handshake."""
+        shown = self._certificate()
+
+        def made(certificate: ServerCertificate) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(certificate.key, certificate.pem)])
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal shown
+            try:
+                found = self._certificate()
+            except CloisterError as error:  # the one that is served stays
+                _log.error("%s", error)
+                return None
+            if found == shown:
+                return None
+            shown = found
+            return made(found)
+
+        return grpc.dynamic_ssl_server_credentials(made(shown), newer)
+
     async def _check(self, _requests: Any, context: Context) -> None:
-        """Answer a health check (gRPC's `health.proto`) of a peer that need not be a site: a run goes on."""
+        """Answer a health check (gRPC's `health.proto`) of a peer that need not be a site."""
         async with asyncio.timeout(HANDSHAKE_S):
             service = _parsed(HealthCheckRequest, await context.read()).service
             if service not in ("", _SERVICE):
@@ -621,27 +411,23 @@ class ExchangeChannel(Closing):
         task = asyncio.current_task()
         assert task is not None
         if len(self._greeting) >= _GREETINGS:
-            oldest = next(iter(self._greeting))
-            del self._greeting[oldest]
-            self._cancel(oldest, "too many sessions have shown no token")
-        self._greeting[task] = None
+            self._make_place()
+        self._greeting[task] = context.peer().rpartition(":")[0]
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                site = await self._greet(task, context)
+                site, public = await self._greet(context)
         finally:
             self._greeting.pop(task, None)
         if site.session is not None:
             site.session.end("the site has opened another session")
-        session = site.session = _Session(os.urandom(32), partial(self._cancel, task))
+        session = site.session = Session(os.urandom(32), partial(self._cancel, task))
+        site.public = public
         self._sessions[session.key] = site, session
-        self._tokens.expire(site.token, 0.0)
-        token = site.token = self._tokens.issue(float("inf"))
-        session.tell(welcome=pb.Welcome(key=session.key, token=token))
+        session.tell(welcome=pb.Welcome(key=session.key, run=self._run.label if self._run else ""))
         if site.pending is not None and not site.pending.answered:
-            session.send(site.pending.letter)
-        _log.info("%s is connected as node %d", site.name, site.node, extra={"site": site.name})
-        async with self._more:
-            self._more.notify_all()
+            session.send(site.pending.asked.letter)
+        _log.info("%s is connected", site.name, extra={"site": site.name})
+        self._seen()
         both = {
             asyncio.create_task(self._hear(site, session, context)),
             asyncio.create_task(self._tell(session, context)),
@@ -654,47 +440,56 @@ class ExchangeChannel(Closing):
             del self._sessions[session.key]
             if site.session is session:
                 site.session = None
-                self._tokens.expire(token, INVITATION_S)
             for other in both:
                 other.cancel()
             for other in session.transfers:
                 self._cancel(other, "the site's session has ended")
             _log.info("%s is disconnected", site.name, extra={"site": site.name})
+            self._seen()
 
-    async def _greet(self, task: asyncio.Task[Any], context: Context) -> _Site:
-        """Steps 1 to 3: the site that has proved who it is."""
-        hello = _parsed(pb.FromSite, await context.read())
-        if hello.WhichOneof("said") != "hello":
-            raise DoorError("first message", hello.WhichOneof("said") or "", expected="hello")
-        if hello.hello.version != VERSION:
+    def _make_place(self) -> None:
+        """End the oldest session without a proof, of the address that has the most of them."""
+        addresses = Counter(self._greeting.values())
+        crowd = max(addresses, key=addresses.__getitem__)
+        oldest = next(task for task, address in self._greeting.items() if address == crowd)
+        del self._greeting[oldest]
+        self._cancel(oldest, "too many sessions have not proved who they are")
+
+    def _seen(self) -> None:
+        if self._run is not None:
+            self._run.show(list(self._sites.values()))
+
+    async def _greet(self, context: Context) -> tuple[Site, bytes]:
+        """Steps 1 to 3: the site that has proved who it is, and its key."""
+        hello = _said(await context.read(), "hello").hello
+        if hello.version != VERSION:
             raise DoorError(
-                "version of the exchange",
-                printable(hello.hello.version)[:64],
+                "version of the door",
+                printable(hello.version)[:64],
                 expected=VERSION,
                 fix="install the same release of cloister at the coordinator and at the sites",
             )
-        token = hello.hello.token
-        self._tokens.spend(token)
-        del self._greeting[task]  # tokens are bounded: no newer session ends this one
-        nonce = os.urandom(NONCE)
-        await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonce)).SerializeToString())
-        said = _parsed(pb.FromSite, await context.read())
-        if said.WhichOneof("said") != "proof":
-            raise DoorError("second message", said.WhichOneof("said") or "", expected="proof")
-        name, public = said.proof.name, said.proof.key
-        self._sites.check_card(name, public)
-        verify_proof(
-            said.proof.signature,
-            run=self._run,
-            token=token,
-            fingerprint=self._certificate.fingerprint,
-            nonce=nonce,
-            name=name,
-            public=public,
-        )
-        return self._sites.proved(name, public)
+        if len(hello.nonce) != NONCE:
+            raise DoorError("nonce", f"{len(hello.nonce)} bytes", expected=f"{NONCE} bytes")
+        check_name(hello.name)
+        nonces = Nonces(hello.nonce, os.urandom(NONCE))
+        await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonces.door)).SerializeToString())
+        proof = _said(await context.read(), "proof").proof
+        federation = self._federation()
+        verify_proof(proof.signature, hello.name, proof.key, federation.entrance, nonces)
+        member = federation.site(hello.name)
+        if member is None or member.key != proof.key:
+            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
+        return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
 
-    async def _hear(self, site: _Site, session: _Session, context: Context) -> None:
+    def _refresh(self) -> None:
+        federation = self._federation()
+        for site in self._sites.values():
+            member = federation.site(site.name)
+            if site.session is not None and (member is None or member.key != site.public):
+                site.session.end("the site is no longer in the federation with this key")
+
+    async def _hear(self, site: Site, session: Session, context: Context) -> None:
         while True:
             async with asyncio.timeout(SILENT_S):
                 data = await context.read()
@@ -710,40 +505,40 @@ class ExchangeChannel(Closing):
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
 
-    async def _tell(self, session: _Session, context: Context) -> None:
+    async def _tell(self, session: Session, context: Context) -> None:
         while True:
             message = await session.unsent.get()
             async with asyncio.timeout(STALL_S):
                 await context.write(message)
 
-    def _replied(self, site: _Site, session: _Session, letter: pb.Letter) -> None:
+    def _replied(self, site: Site, session: Session, letter: pb.Letter) -> None:
         pending = site.pending
-        if pending is None or pending.id != letter.id:
+        if pending is None or pending.asked.id != letter.id:
             session.tell(taken=pb.Taken(id=letter.id[:32], unasked=True))
             return
-        if pending.answered:
+        if pending.answered or self._run is None:
             return
-        assert site.arrivals is not None
-        answer: list[Buffer] | Failure
+        pending.answered = True
         try:
             if len(letter.frame) > SMALL:
                 raise TransferError("frame", f"{len(letter.frame)} bytes", expected=f"at most {SMALL}")
             vectors = [(each.hash, each.size) for each in letter.vectors]
-            check_vectors(vectors, self._most_bytes)
-            frames: list[Buffer] = [site.arrivals.open(name, size) for name, size in vectors]
-            answer = [letter.frame, *frames] if letter.frame else frames
+            check_vectors(vectors, pending.most_bytes)
+            paths = [str(pending.arrivals.file(name, size) or "") for name, size in vectors]
         except CloisterError as error:
-            answer = Failure(site.name, str(error))
-        pending.answered = True
-        pending.answers.put((site.node, answer))
+            self._run.fail(site.name, letter.id, printable(str(error)))
+        else:
+            self._run.answer(site.name, letter.id, letter.frame, paths)
+
+    # Transfers, in the thread of the event loop.
 
     @contextlib.asynccontextmanager
-    async def _transfer(self, context: Context) -> AsyncIterator[tuple[_Site, _Pending]]:
+    async def _transfer(self, context: Context) -> AsyncIterator[tuple[Site, Pending]]:
         """The site of an upload or download and its pending request; the call ends with the site's session."""
         keys = [value for key, value in context.invocation_metadata() or () if key == _OF_SESSION]
         known = self._sessions.get(keys[0]) if len(keys) == 1 else None
         if known is None:
-            raise InvitationError("session", expected="one that is open")
+            raise SessionError("session", expected="one that is open")
         site, session = known
         site.rate.take()
         if len(session.transfers) >= _TRANSFERS:
@@ -765,12 +560,11 @@ class ExchangeChannel(Closing):
                 return
             start = _parsed(pb.Part, first)
             vector = start.vector
-            if site.pending is not pending or start.request != pending.id:  # of a reply to an earlier one
+            if site.pending is not pending or start.request != pending.asked.id:  # of a reply to an earlier one
                 raise TransferError("vector", expected="a request that waits for its reply")
-            assert site.arrivals is not None
-            arrival = site.arrivals.begin(vector.hash, vector.size)
-            for folder in site.folder.iterdir():
-                if folder != _folder(site, pending):
+            arrival = pending.arrivals.begin(vector.hash, vector.size)
+            for folder in pending.folder.parent.iterdir():
+                if folder != pending.folder:
                     shutil.rmtree(folder, ignore_errors=True)
             turn, held = await self._disk(arrival.take)
             told = held
@@ -787,7 +581,7 @@ class ExchangeChannel(Closing):
                 arrival.check(held, parts[-1])
                 held += parts[-1].nbytes
                 site.received += parts[-1].nbytes
-                site.moved_at = time.monotonic()
+                pending.moved_at = time.monotonic()
                 if writing is None or writing.done() or len(parts) == _UNWRITTEN or held >= arrival.size:
                     if writing is not None:
                         await writing
@@ -804,20 +598,21 @@ class ExchangeChannel(Closing):
         async with self._transfer(context) as (site, pending):
             async with asyncio.timeout(HANDSHAKE_S):
                 wanted = _parsed(pb.Wanted, await context.read())
-            vector = pending.offered.get(wanted.hash)
+            offered = pending.asked.offered
+            vector = offered.get(wanted.hash)
             if vector is None or not 0 <= wanted.offset <= vector.nbytes:
                 raise TransferError("vector", wanted.hash[:32].hex(), expected="one of the request")
-            whole = sum(each.nbytes for each in pending.offered.values())
+            whole = sum(each.nbytes for each in offered.values())
             for at in range(wanted.offset, vector.nbytes, CHUNK):
-                if site.pending is not pending:  # the vector may change from now on
+                if site.pending is not pending:
                     raise TransferError("vector", expected="a request that waits for its reply")
                 data = vector[at : at + CHUNK]
                 async with asyncio.timeout(STALL_S):
                     await context.write(part_of(data))
                 site.sent += data.nbytes
-                if site.fetched < whole:
-                    site.fetched_at = time.monotonic()
-                site.fetched += data.nbytes
+                if pending.fetched < whole:
+                    pending.fetched_at = time.monotonic()
+                pending.fetched += data.nbytes
 
     def _disk(self, work: Callable[[], T]) -> asyncio.Future[T]:
         done = self._loop.loop.run_in_executor(self._writers, work)
@@ -831,31 +626,12 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-def most_bytes_of(plan: Plan, parameters: int) -> int:
-    """The most bytes of the vectors of one reply of a site.
-
-    Args:
-        plan: The plan.
-        parameters: Trained parameters of its model.
-    """
-    layout = Sums(plan, parameters).training
-    return max(layout.length * np.dtype(layout.ring.dtype).itemsize, CHUNK)
-
-
-def _folder(site: _Site, pending: _Pending) -> Path:
-    """Where the vectors of a reply are kept: the same for the same request of a coordinator that starts again."""
-    return site.folder / pending.id.hex()[:32]
-
-
-def _pending(request: Request, answers: queue.SimpleQueue[tuple[int, list[Buffer] | Failure]]) -> _Pending:
-    parcel = Parcel.of(request)
-    letter = pb.Letter(
-        id=parcel.id,
-        frame=parcel.frame,
-        vectors=[pb.Vector(hash=each.name, size=each.data.nbytes) for each in parcel.vectors],
-    )
-    offered = {each.name: each.data for each in parcel.vectors}
-    return _Pending(0, parcel.id, pb.ToSite(request=letter).SerializeToString(), offered, answers)
+def _said(data: Any, kind: str) -> pb.FromSite:
+    """A message of a site that must be of one kind."""
+    said = _parsed(pb.FromSite, data)
+    if said.WhichOneof("said") != kind:
+        raise DoorError("message", said.WhichOneof("said") or "", expected=kind)
+    return said
 
 
 def _parsed(kind: type[M], data: Any) -> M:

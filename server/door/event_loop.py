@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for the exchange, which is asynchronous inside."""
+"""An event loop in a thread of its own, for the door, which is asynchronous inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's process, which stays: Flower's SuperLink, the queue of runs, and the commands that ask about them.
+"""The coordinator's process, which stays: the door, the queue of runs, and the commands that ask about them.
 
 It runs one run at a time, each in a process of its own (`cloister coordinator run`). A run whose process was killed is
 started again, and so are, when this process itself is started again, the run that was interrupted and those that wait.
@@ -8,7 +8,7 @@ A run that stopped with a reason, or on demand, waits until it is submitted agai
 |---|---|
 | `queue.json` | the runs that were submitted, and what became of them |
 | `control.json` | where commands reach this process, while it runs |
-| `flower/` | SuperLink's database, secret and log |
+| `lock` | that one process serves the folder |
 | `runs/` | run folders, unless they were made elsewhere |
 """
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
-from cloister.protocol.identity.address import LOOPBACK, everywhere, free_port
-from cloister.protocol.machine.child import Child, append_to, spawn
-from cloister.protocol.machine.flower import QUIET, SECRET, use_proxy
+from cloister.protocol.identity.address import everywhere
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.machine.child import append_to, spawn
 from cloister.protocol.machine.fork_server import ending
 from cloister.protocol.machine.storage import lock, on_disk, write_bytes
-from cloister.server.door.door import ENVIRONMENT
-from cloister.server.federation.app import SuperLink
+from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.control import Answer, Control
 from cloister.server.federation.deployment import Deployment, check_deployable, refusal_in
 from cloister.server.federation.metrics import Metrics, served
@@ -49,8 +48,6 @@ _CRASHES = 5
 """Times that a run's process may crash without a finished round between."""
 _FIRST_S = 2.0
 """Seconds before a run whose process has crashed is started again; doubled each time."""
-_START_S = 60.0
-"""Seconds within which a SuperLink answers after its start."""
 _END_S = 30.0
 """Seconds for which the process of a run may end by itself after SIGTERM."""
 _HEARTBEAT_S = 10.0
@@ -138,8 +135,7 @@ class Coordinator:
     Args:
         folder: The federation's folder.
         told: Receives lines for the operator.
-        superlink_bind: HOST:PORT on which the SuperLink listens; empty: all interfaces, and the port of its address.
-        exchange_bind: The same for the exchange.
+        bind: HOST:PORT on which the door listens; empty: all interfaces, and the port of its address.
         metrics_bind: HOST:PORT on which metrics are served (`metrics.py`); empty: they are not.
         metrics_on_network: Whether that may be another address than one of loopback.
         options: More options of the command that runs a run.
@@ -153,8 +149,7 @@ class Coordinator:
         folder: Path,
         told: Callable[[str], None],
         *,
-        superlink_bind: str = "",
-        exchange_bind: str = "",
+        bind: str = "",
         metrics_bind: str = "",
         metrics_on_network: bool = False,
         options: Sequence[str] = (),
@@ -163,20 +158,17 @@ class Coordinator:
         self._told = told
         registry = Registry.open(self.folder)
         registry.check_certificates(datetime.now(UTC))
-        self._superlink_bind = superlink_bind or everywhere(registry.federation.superlink)
-        self._exchange_bind = exchange_bind or everywhere(registry.federation.exchange)
+        self._registry = registry
+        self._bind = bind or everywhere(registry.federation.door)
         self._options = options
         self._metrics = Metrics()
         self._metrics_bind = metrics_bind
         self._metrics_on_network = metrics_on_network
-        self._flower = self.folder / "flower"
-        self._flower.mkdir(mode=0o700, exist_ok=True)
-        self._lock = lock(self._flower / "lock", "a federation that no other coordinator's process serves")
+        self._lock = lock(self.folder / "lock", "a federation that no other coordinator's process serves")
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
         self._queue = Queue(self.folder / "queue.json")
         self._stopping = False
-        self._superlink: Child | None = None
         self._run = _Running()
 
     def stop(self) -> None:
@@ -190,84 +182,31 @@ class Coordinator:
         """Serve until `stop` is called.
 
         Raises:
-            EngineError: the SuperLink does not start, or metrics cannot be served.
+            EngineError: the door cannot listen there, or metrics cannot be served.
         """
-        use_proxy()
-        port = free_port()
-        secret = os.urandom(SECRET)
-        secret_file = self._flower / "secret"
-        write_bytes(secret_file, secret, durable=False)
-        secret_file.chmod(0o600)
-        address = f"{LOOPBACK}:{port}"
-        arguments = [
-            *("--ssl-certfile", str(self.folder / "superlink.pem")),
-            *("--ssl-keyfile", str(self.folder / "superlink.key")),
-            *("--ssl-ca-certfile", str(self.folder / "authority.pem")),
-            "--enable-supernode-auth",
-            *("--isolation", "process"),
-            "--disable-runtime-dependency-installation",
-            *("--superexec-auth-secret-file", str(secret_file)),
-            *("--database", str(self._flower / "state.db")),
-            *("--fleet-api-address", self._superlink_bind),
-            *("--host", LOOPBACK, "--port", str(port)),
-        ]
         with self._lock, ExitStack() as opened:
             if self._metrics_bind:
                 where = served(self._metrics, self._metrics_bind, on_network=self._metrics_on_network)
                 self._told(f"metrics: {opened.enter_context(where)}")
-            child = opened.enter_context(
-                Child(
-                    "flower-superlink",
-                    arguments,
-                    self._flower / "superlink.log",
-                    environment={**QUIET, "FLWR_HOME": str(self._flower)},
-                    ended=self._told,
-                )
-            )
-            self._superlink = child
-            self._told(f"started: {child.command}")
-            registry = Registry.open(self.folder)
-            superlink = opened.enter_context(
-                SuperLink(address, secret, registry.certificate_bytes("authority"))
-            )
-            self._admit(superlink, registry)
+            door = opened.enter_context(Door(self._certificate, self._newest, self._bind))
             control = Control(self.folder, self._answer)
             opened.callback(control.close)
-            self._told(f"ready: SuperLink on {self._superlink_bind}, exchange on {self._exchange_bind}")
+            self._door = door
+            self._told(f"ready: the door is open on {door.address}")
             while (entry := self._wait_for_run()) is not None:
-                self._admit(superlink, Registry.open(self.folder))  # there may be a new version
-                self._execute(Path(entry.run), address, secret_file)
+                self._execute(Path(entry.run), door)
 
-    def _admit(self, superlink: SuperLink, registry: Registry) -> None:
-        """Let the SuperNodes of the newest version connect; waits for a SuperLink that starts."""
-        until = time.monotonic() + _START_S
-        keys = {site.name: site.supernode for site in registry.federation.sites}
-        waiting, emptied = threading.Event(), False
-        while True:
-            problem: EngineError | None = None
-            try:
-                if superlink.admit(keys):
-                    return
-                if not emptied:
-                    self._empty_database()
-                    emptied = True
-            except EngineError as error:
-                problem = error
-            if time.monotonic() > until or self._stopping:
-                raise EngineError(
-                    "SuperLink",
-                    expected=f"an answer within {_START_S:g} s ({problem or 'it has not started again'})",
-                    fix=f"see {self._flower / 'superlink.log'}",
-                ) from problem
-            waiting.wait(0.5)
+    def _certificate(self) -> ServerCertificate:
+        """That of the door as it is on disk now: `renew` may have made a new one."""
+        with on_disk(self.folder):
+            pem, key = ((self.folder / f"door.{kind}").read_bytes() for kind in ("pem", "key"))
+        return ServerCertificate(pem, key)
 
-    def _empty_database(self) -> None:
-        """Let the SuperLink start again with an empty database: all that is needed of it is registered again."""
-        assert self._superlink is not None, "it is started before anything is registered"
-        self._told("a site that was removed is back: the SuperLink starts again with an empty database")
-        for file in self._flower.glob("state.db*"):
-            file.unlink()
-        os.kill(self._superlink.pid, signal.SIGKILL)
+    def _newest(self) -> Federation:
+        """The newest version: another process may have published one."""
+        if self._registry.following.exists():
+            self._registry = Registry.open(self.folder)
+        return self._registry.federation
 
     def _wait_for_run(self) -> Entry | None:
         with self._changed:
@@ -278,7 +217,7 @@ class Coordinator:
                 self._changed.wait()
         return None
 
-    def _execute(self, path: Path, address: str, secret: Path) -> None:
+    def _execute(self, path: Path, door: Door) -> None:
         """Run one run, in as many processes as it takes."""
         files = RunFiles(path)
         with self._changed:
@@ -291,7 +230,7 @@ class Coordinator:
         self._told(f"run {path}: started")
         crashes = 0
         while True:
-            rounds, status = self._process_of(files, address, secret)
+            rounds, status = self._process_of(files, door)
             crashes = 1 if rounds else crashes + 1
             with self._changed:
                 if self._stopping:
@@ -320,23 +259,28 @@ class Coordinator:
             self._told(f"run {path}: {state}" + (f": {reason}" if reason else ""))
             return
 
-    def _process_of(self, files: RunFiles, address: str, secret: Path) -> tuple[int, int]:
+    def _process_of(self, files: RunFiles, door: Door) -> tuple[int, int]:
         """One process of a run: the rounds that it has done, and its exit status."""
         rounds = 0
         arguments = ["coordinator", "run", str(self.folder), str(files.path)]
         arguments += self._options
-        arguments += ["--superlink-api", address, "--secret", str(secret), "--bind", self._exchange_bind]
-        with append_to(files.coordinator_log) as log, append_to(files.events) as events:
+        near, far = socket.socketpair()
+        arguments += ["--door", str(far.fileno())]
+        with far, append_to(files.coordinator_log) as log, append_to(files.events) as events:
             with self._changed:
                 if self._stopping or self._run.stop:
+                    near.close()
                     return 0, 130
                 process = spawn(
                     "cloister",
                     arguments,
-                    {**os.environ, **ENVIRONMENT, **QUIET, "FLWR_HOME": str(self._flower)},
+                    os.environ,
                     output=subprocess.PIPE,
                     log=log,
+                    inherited=(far.fileno(),),
                 )
+                far.close()
+                door.serve(near)
                 self._run.process = process
             assert process.stdout is not None, "it is a pipe"
             for line in process.stdout:
@@ -376,6 +320,9 @@ class Coordinator:
                     runs = [asdict(entry) for entry in self._queue.entries()]
                     now = dict(self._run.last)
                 yield {"runs": runs, "now": now}
+            case {"do": "refresh"}:
+                self._door.refresh()
+                yield {"connected": self._door.connected()}
             case {"do": "stop", "run": str(run)}:
                 yield from self._stop(run)
             case {"do": "follow", "run": str(run)}:
@@ -386,7 +333,7 @@ class Coordinator:
     def _submit(self, path: Path) -> Answer:
         files, registry = RunFiles(path), Registry.open(self.folder)
         deployment = Deployment.read(files)
-        check_deployable(read_plan(path), registry.version(deployment.version), deployment.transport, files)
+        check_deployable(read_plan(path), registry.version(deployment.version), files)
         with self._changed:
             self._queue.add(str(path))
             self._changed.notify_all()

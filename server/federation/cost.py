@@ -40,7 +40,7 @@ class Cost:
     `aggregation.groups` it has a sum for each group at the same time. With
     `cohort.mode = "async"` also one model for each site, because each may work on another one, and a sum for each model
     of which an update may be in the buffer. Replies that are being read come on top: shared segments in a simulation,
-    mapped files over the exchange."""
+    mapped files behind the door."""
     tokens_per_round: int
     """The most tokens on which the updates in a round were trained."""
 

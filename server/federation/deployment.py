@@ -6,7 +6,6 @@ import json
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from cloister.protocol.errors import PlanError, RunFolderError
 from cloister.protocol.identity.federation import Federation
@@ -22,9 +21,6 @@ class Deployment:
 
     version: int
     """The version of the federation: its roster is the run's, whatever is installed later."""
-    transport: Literal["exchange", "flower"]
-    """What carries the run's requests: the exchange, or Flower's own messages, for sites that may open no second
-    connection; those hold every vector in memory."""
     wait_s: float
     """Seconds for which the run waits for all sites before it begins with those that are needed."""
 
@@ -77,41 +73,18 @@ def refusal_in(log: Path) -> str:
     return str(found["message"]) if ends else ""
 
 
-def check_transport(plan: Plan, transport: str) -> None:
-    """Check that a transport can carry a plan.
-
-    Args:
-        plan: The plan.
-        transport: As in `Deployment`.
-
-    Raises:
-        PlanError: it cannot.
-    """
-    if plan.cohort.mode == "async" and transport == "flower":
-        raise PlanError(
-            "cohort.mode",
-            "async",
-            expected='"sync" with --transport flower: Flower returns the replies of a step together',
-            fix="use --transport exchange",
-        )
-
-
-def check_deployable(
-    plan: Plan, federation: Federation, transport: str, files: RunFiles | None = None
-) -> None:
+def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None = None) -> None:
     """Check that a federation can run a plan.
 
     Args:
         plan: The plan.
         federation: The federation.
-        transport: As in `Deployment`.
         files: The run folder, where a rehearsal has put what a simulation makes.
 
     Raises:
         RosterError: it has not as many sites as the plan.
-        PlanError: the plan needs what only a simulation has, or what the transport does not carry.
+        PlanError: the plan needs what only a simulation has.
     """
-    check_transport(plan, transport)
     check_size(federation.roster, plan)
     if plan.server.evaluation == SIMULATED_PUBLIC and not (files and files.sites.public_records.exists()):
         raise PlanError(

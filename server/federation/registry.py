@@ -44,7 +44,6 @@ from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import NAME, check_private
 from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
-from cloister.server.door.certificate import Certificate as Served
 
 _VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
 
@@ -167,6 +166,11 @@ class Registry:
         """The file of the newest version, which sites install."""
         return _version_path(self.path, self.federation.version)
 
+    @property
+    def following(self) -> Path:
+        """Where the next version will be."""
+        return _version_path(self.path, self.federation.version + 1)
+
     def version(self, number: int) -> Federation:
         """An earlier version, or the newest.
 
@@ -254,15 +258,6 @@ class Registry:
         """
         path = self.path / f"{name}.pem"
         return read_certificate(_read(path), str(path))
-
-    def served(self) -> Served:
-        """The door's certificate and its private key, as a server takes them.
-
-        Raises:
-            RosterError: the key can be read by others.
-            CertificateError: a file is missing or damaged.
-        """
-        return Served(certificate_to_pem(self.certificate("door")), key_to_pem(self._key("door")))
 
     def _key(self, name: str) -> EllipticCurvePrivateKey:
         path = self.path / f"{name}.key"

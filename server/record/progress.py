@@ -18,7 +18,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Connected:
-    """In a deployment, other sites than before are connected to the exchange."""
+    """In a deployment, other sites than before are connected."""
 
     sites: tuple[str, ...]
     missing: Mapping[str, str]

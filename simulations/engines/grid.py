@@ -9,22 +9,20 @@ Alternative refused: Flower's own simulation runtime, with an object store, a sc
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict, UserConfigValue
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from cloister.protocol.errors import EngineError
-from cloister.protocol.machine.closing import Closing
+from cloister.server.door.carrier import Carrier
 from cloister.simulations.engines.process import identify
 from cloister.simulations.engines.segments import PushSegments
 from cloister.simulations.engines.workers import Raised, State, Worker, WorkerPool
@@ -34,7 +32,7 @@ _COORDINATOR = 0  # node id of the coordinator; sites are 1 to n
 _REPLY_SECONDS = 5.0  # to receive the rest of a reply that has begun to arrive when the deadline passes
 
 
-class LocalGrid(Grid, Closing):
+class LocalGrid(Carrier):
     """Runs a `ClientApp` for many sites in a few worker processes of this machine.
 
     Sites are the nodes 1 to n. Worker processes start at the first push and are replaced when they crash. A site runs
@@ -72,6 +70,7 @@ class LocalGrid(Grid, Closing):
             raise ValueError("workers is empty: expected the environment of at least one worker process")
         if slots is not None and (len(slots) != len(node_configs) or min(slots, default=1) < 1):
             raise ValueError(f"slots is {slots}: expected {len(node_configs)} numbers of at least 1")
+        super().__init__()
         self._pool = WorkerPool(make_client_app, workers, preload=preload, log=log)
         self._watch = watch or (lambda node, working: None)
         self._slots = [min(count, len(workers)) for count in slots or [1] * len(node_configs)]
@@ -79,7 +78,6 @@ class LocalGrid(Grid, Closing):
             Context(_RUN_ID, node, dict(config), RecordDict(), {})
             for node, config in enumerate(node_configs, 1)
         ]
-        self._run = Run.create_empty(_RUN_ID)
         identify(_RUN_ID, _COORDINATOR)
 
         self._queues: list[deque[_Job]] = [deque() for _ in range(len(workers) + 1)]
@@ -92,7 +90,6 @@ class LocalGrid(Grid, Closing):
         """What each busy worker works on."""
         self._replies: dict[str, Message] = {}
         """By message id of the request, the replies that the caller has not taken yet."""
-        self._ids = itertools.count(1)
         self._pushes = 0
 
     def close(self) -> None:
@@ -108,28 +105,12 @@ class LocalGrid(Grid, Closing):
 
     # Flower's Grid.
 
-    @property
-    def run(self) -> Run:
-        """The run that messages belong to."""
-        return self._run
-
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
-        self._run = run
+        super().set_run(run)
         for context in self._contexts:
             context.run_id = run.run_id
         identify(run.run_id, _COORDINATOR)
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Make a message; the same as Flower's `Message(...)`."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
         """The sites: 1 to n."""
@@ -156,8 +137,7 @@ class LocalGrid(Grid, Closing):
         self._pushes += 1
         ids = []
         for message in batch:
-            # Metadata has no setter for the id; Flower's own grids set it in the same way.
-            message.metadata.__dict__["_message_id"] = id = str(next(self._ids))
+            id = self._numbered(message)
             job = _Job(message, segments, _expiry(message), id, message.metadata.dst_node_id, self._pushes)
             self._jobs[job.id] = job
             self._queues[self._home.get(job.node, -1)].append(job)
@@ -168,70 +148,34 @@ class LocalGrid(Grid, Closing):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies that have arrived, without waiting; the grid makes progress only inside its own methods.
 
+        A worker gets its next message when its reply is taken, so that at most one reply per worker, and one more, are
+        in memory. A site answers with an `Error` if its worker crashed, its handler raised or its message outlived its
+        TTL; a worker that is busy with it then is killed.
+
         Raises:
             EngineError: worker processes cannot be started.
         """
-        while self._advance(time.monotonic()):
+        ids = list(message_ids)
+        while not any(id in self._replies for id in ids) and self._advance(time.monotonic()):
             self._dispatch()
-        return [self._replies.pop(id) for id in message_ids if id in self._replies]
+        replies = [self._replies.pop(id) for id in ids if id in self._replies]
+        if not self._jobs and not self._pool.closed:
+            self._pool.start_missing()  # replacements start while the coordinator works
+        return replies
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterator[Message]:
-        """Push messages and yield each reply as it arrives; nothing is pushed before the first reply is requested.
-
-        A worker gets its next message when its reply is taken, so that at most one reply per worker, and one more, are
-        in memory. A site answers with an `Error` if its worker crashed, its handler raised or its message outlived its
-        TTL. After `timeout` seconds, replies that have arrived are still yielded, messages that no worker has begun are
-        dropped, and workers still busy with this call's messages are killed. The same happens to the messages if the
-        caller closes the iterator early.
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `Carrier.wait`. No worker begins with a message after the timeout.
 
         Raises:
-            ValueError: a message is for a site that does not exist.
             EngineError: worker processes cannot be started, or the grid is closed.
         """
-        batches = iter((messages,))
-        yield from self._carry(
-            lambda: next(batches, ()), math.inf if timeout is None else time.monotonic() + timeout
-        )
-
-    def stream(self, messages: Callable[[], Iterable[Message]]) -> Iterator[Message]:
-        """Push messages and yield each reply as it arrives, while further messages come.
-
-        The deadline of each message is its TTL: a worker that is busy with it then is killed. If the caller closes the
-        iterator, the same happens to the messages as in `send_and_receive`.
-
-        Args:
-            messages: Returns the messages to push. It is called at the start and again before each wait. The iterator
-                ends when it returns none and no message is unanswered.
-
-        Raises:
-            ValueError: a message is for a site that does not exist.
-            EngineError: worker processes cannot be started, or the grid is closed.
-        """
-        return self._carry(messages, math.inf)
-
-    def _carry(self, messages: Callable[[], Iterable[Message]], deadline: float) -> Iterator[Message]:
-        pending: dict[str, None] = {}
-        try:
-            while True:
-                if batch := list(messages()):
-                    pending |= dict.fromkeys(self.push_messages(batch))
-                if not pending:
-                    break
-                self._dispatch(deadline)
-                happened = self._advance(deadline)
-                self._dispatch(
-                    deadline
-                )  # before the yield: the worker works while the caller handles the reply
-                for id in [id for id in self._replies if id in pending]:
-                    del pending[id]
-                    yield self._replies.pop(id)
-                if not happened and time.monotonic() >= deadline:
-                    break
-        finally:
-            self._cancel(pending)
-        self._pool.start_missing()  # replacements start while the coordinator works
+        if self._replies:
+            return True
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._dispatch(deadline)
+        happened = self._advance(deadline)
+        self._dispatch(deadline)  # before a reply is pulled: the worker works while the caller handles it
+        return happened
 
     # Scheduling.
 
@@ -245,7 +189,9 @@ class LocalGrid(Grid, Closing):
                 if job.expires <= time.monotonic():
                     job.segments.release(job.message)
                     self._fail(
-                        job, ErrorCode.MESSAGE_UNAVAILABLE, "the message expired before its site was free"
+                        job,
+                        ErrorCode.MESSAGE_UNAVAILABLE,
+                        f"timeout: its site was not free within {job.message.metadata.ttl:g} s",
                     )
                 else:
                     self._assign(worker, job)
@@ -338,7 +284,8 @@ class LocalGrid(Grid, Closing):
         for job in expired:
             self._stop(job)
             self._fail(
-                job, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "the message expired before its site had answered"
+                job, ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+                f"timeout: no answer within {job.message.metadata.ttl:g} s",
             )
         return bool(expired)
 
@@ -349,8 +296,9 @@ class LocalGrid(Grid, Closing):
             self._pool.kill(worker)
             self._watch(job.node, False)
 
-    def _cancel(self, ids: Iterable[str]) -> None:
-        """Drop messages: kill the workers that are busy with them, and discard those that wait and their replies."""
+    def cancel(self, message_ids: Iterable[str]) -> None:
+        """As `Carrier.cancel`; workers that are busy with one of the messages are killed."""
+        ids = list(message_ids)
         dropped = {id: job for id in ids if (job := self._jobs.pop(id, None))}
         for index, queue in enumerate(self._queues if dropped else ()):
             for job in queue:
@@ -363,7 +311,7 @@ class LocalGrid(Grid, Closing):
             self._stop(job)
 
     def _finish(self, job: _Job, reply: Message) -> None:
-        reply.metadata.__dict__["_message_id"] = str(next(self._ids))
+        self._numbered(reply)
         del self._jobs[job.id]
         self._replies[job.id] = reply
 

@@ -1,0 +1,100 @@
+"""A run behind the door: what its process says, over a socket of this machine, and what the door answers.
+
+Each message is sent after its length in four bytes. The socket is one of a pair, of which the process of the run has
+inherited the other end, so nobody else can reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import struct
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from cloister.protocol.messages import door_pb2 as pb
+from cloister.server.door.sites import Asked, Site
+
+LENGTH = struct.Struct("!I")
+LONGEST = 2**26
+"""Bytes of the longest message: a request to 10,000 sites, whose vectors are files."""
+
+
+class Behind:
+    """A run that is under way.
+
+    Args:
+        begin: What it has begun with.
+        writer: Where answers go.
+    """
+
+    def __init__(self, begin: pb.Begin, writer: asyncio.StreamWriter) -> None:
+        self.label = begin.run
+        self.folder = Path(begin.folder)
+        self.sites = frozenset(begin.sites)
+        self.most_bytes = begin.most_bytes
+        self.timers: set[asyncio.Task[None]] = set()
+        self._writer = writer
+        self._seen = b""
+
+    def tell(self, **said: Message) -> None:
+        """Queue a message; what a run has not read yet is at most a few kilobytes for each site."""
+        data = pb.ToRun(**said).SerializeToString()
+        self._writer.write(LENGTH.pack(len(data)) + data)
+
+    def answer(self, site: str, request: bytes, frame: bytes, paths: list[str]) -> None:
+        """Tell the reply of a site."""
+        self.tell(answer=pb.Answer(of=pb.Of(site=site, request=request), frame=frame, paths=paths))
+
+    def fail(self, site: str, request: bytes, reason: str) -> None:
+        """Tell why a site has no reply."""
+        self.tell(answer=pb.Answer(of=pb.Of(site=site, request=request), failure=reason))
+
+    def show(self, sites: list[Site]) -> None:
+        """Tell which of its sites are connected, and the bytes that have moved, if that has changed."""
+        seen = pb.Seen(
+            sites=[
+                pb.Site(
+                    name=site.name,
+                    online=site.session is not None,
+                    sent=site.sent,
+                    received=site.received,
+                )
+                for site in sites
+                if site.name in self.sites
+            ]
+        )
+        data = seen.SerializeToString()
+        if data != self._seen:
+            self._seen = data
+            self.tell(seen=seen)
+
+
+async def received(reader: asyncio.StreamReader) -> pb.FromRun:
+    """The next message of a run.
+
+    Raises:
+        asyncio.IncompleteReadError: its process has ended.
+    """
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    assert length <= LONGEST, "DoorGrid sends no longer message"
+    said: pb.FromRun = pb.FromRun.FromString(await reader.readexactly(length))
+    return said
+
+
+def asked_in(ask: pb.Ask, run: str) -> Asked:
+    """A request as the door keeps it; its vectors are mapped, and stay so when their files are removed."""
+    letter = ask.request
+    letter.run = run
+    offered = {
+        vector.hash: _mapped(Path(path), vector.size)
+        for vector, path in zip(letter.vectors, ask.paths, strict=True)
+        if vector.size
+    }
+    return Asked(letter.id, pb.ToSite(request=letter).SerializeToString(), offered, ask.deadline_s)
+
+
+def _mapped(path: Path, size: int) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))

@@ -1,0 +1,110 @@
+"""What the door keeps of each site: its session, the request that it is to answer, and the vectors that it uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from cloister.protocol.messages import door_pb2 as pb
+from cloister.protocol.messages.transfer import CHUNK, SLOWEST, STALL_S, Arrivals
+from cloister.server.door.rate import Rate
+
+_UNSENT = 64
+"""Messages to a site that wait to be sent; a site that does not read them is disconnected."""
+_BURST, _RATE = 2048, 100.0
+"""Messages of a session and transfers of a site that may come at once, and a second."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, the same for all sites that a run has asked at once."""
+
+    id: bytes
+    letter: bytes
+    """The request as it is sent, each time."""
+    offered: dict[bytes, memoryview]
+    """Its vectors, by hash."""
+    deadline_s: float
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request at one site that waits for its reply."""
+
+    asked: Asked
+    folder: Path
+    """For the vectors of the reply: the same for the same request, also after a restart."""
+    arrivals: Arrivals
+    most_bytes: int
+    """Of the vectors of the reply."""
+    until: float = 0.0
+    """The deadline, but for transfers."""
+    answered: bool = False
+    moved_at: float = -STALL_S
+    """When the last bytes of an upload have arrived."""
+    fetched: int = 0
+    """Bytes of the request's vectors that were sent."""
+    fetched_at: float = -math.inf
+    """When the last of them was; what a site fetches again does not count."""
+
+    def __post_init__(self) -> None:
+        self.until = time.monotonic() + self.asked.deadline_s
+
+    def left_s(self) -> float:
+        """Seconds until it is overdue.
+
+        The deadline begins when the site has the request's vectors, and a reply whose upload moves at the deadline is
+        waited for as long as it moves; what a site waits for transfers is bounded, each way.
+        """
+        offered = sum(each.nbytes for each in self.asked.offered.values())
+        longest = max(self.most_bytes, CHUNK, offered) / SLOWEST
+        end = max(self.until, min(self.fetched_at, self.until + longest) + self.asked.deadline_s)
+        return max(end, min(self.moved_at + STALL_S, end + longest)) - time.monotonic()
+
+
+@dataclass(eq=False)
+class Session:
+    """A connection of a site that has proved who it is."""
+
+    key: bytes = field(repr=False)
+    """Names it in uploads and downloads; 32 random bytes."""
+    end: Callable[[str], None]
+    """Ends it, with the reason that the site is told."""
+    unsent: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(_UNSENT))
+    transfers: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def tell(self, **said: Message) -> None:
+        """Queue a message; a site that does not read loses its session."""
+        self.send(pb.ToSite(**said).SerializeToString())
+
+    def send(self, message: bytes) -> None:
+        """As `tell`, for a message that is serialized."""
+        try:
+            self.unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            self.end("the site does not read its messages")
+
+
+@dataclass(eq=False)
+class Site:
+    """A site that has proved its identity at least once, or is asked by a run."""
+
+    name: str
+    session: Session | None = None
+    public: bytes = b""
+    """The key with which it has opened its session."""
+    pending: Pending | None = None
+    taken: Path | None = None
+    """The folder of the vectors of the reply that was taken last: they stay until the site is asked for another."""
+    rate: Rate = field(default_factory=lambda: Rate(_BURST, _RATE))
+    sent: int = 0
+    """Bytes of vectors that it was sent in the present run."""
+    received: int = 0
+    """Bytes of vectors that it has uploaded in the present run."""
