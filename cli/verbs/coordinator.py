@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cloister.cli.options.shared_options import add_action, add_json, add_log_format, add_metrics, tell
 from cloister.cli.show.agreement import asked, fingerprint_line, version_facts
-from cloister.protocol.errors import RosterError
+from cloister.protocol.errors import EngineError, RosterError
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -114,7 +115,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
     Run the coordinator until Ctrl-C or SIGTERM. It listens on one port, to which sites stay connected, and runs the
     runs that are submitted, one after the other, each in a process of its own. A run that was interrupted goes on at
-    the next start. A renewed certificate and another address take effect at the next start too.
+    the next start.
     """
     import logging
 
@@ -249,27 +250,27 @@ def _approve(arguments: argparse.Namespace) -> int:
         return _told(registry, None, arguments)  # an interrupted command is run again
     following = registry.federation.approving(new)
     _agreed(new, arguments)
-    return _told(registry.publish(following), registry.federation, arguments)
+    return _published(registry, following, arguments)
 
 
 def _remove(arguments: argparse.Namespace) -> int:
     """Remove a site that leaves.
 
-    Make a version without a site that leaves. Its key may come back.
+    Make a version without a site that leaves, and disconnect it. Its key may come back.
     """
     from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     following = registry.federation.removing(arguments.site)
-    return _told(registry.publish(following), registry.federation, arguments)
+    return _published(registry, following, arguments)
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
     """Revoke the key of a site, after it was lost or stolen.
 
-    Make a version in which the key of a site is revoked for good. With --request, the site has the keys of that
-    request from then on, which the old key has not signed: be sure who sent it. Runs that have begun go on with the
-    old key: stop them if it was stolen.
+    Make a version in which the key of a site is revoked for good, and disconnect it. With --request, the site has the
+    key of that request from then on, which the old key has not signed: be sure who sent it. Runs that have begun keep
+    the old key in their roster: stop them if it was stolen.
     """
     from cloister.server.federation.registry import Registry
 
@@ -277,14 +278,14 @@ def _revoke(arguments: argparse.Namespace) -> int:
     request = _read_request(Path(arguments.request)) if arguments.request else None
     following = registry.federation.revoking(arguments.site, request)
     _agreed([request] if request else [], arguments)
-    return _told(registry.publish(following), registry.federation, arguments)
+    return _published(registry, following, arguments)
 
 
 def _renew(arguments: argparse.Namespace) -> int:
     """Make the coordinator's certificate again, or move the coordinator.
 
-    Make the coordinator's certificate again, with the same key. A running coordinator takes it at its next start.
-    Another address makes a new version, which the sites install.
+    Make the coordinator's certificate again, with the same key. A running coordinator shows it to each new connection.
+    Another address makes a new version, which the sites install; a coordinator that runs takes it at its next start.
     """
     from cloister.server.federation.registry import Registry, Renewal
 
@@ -292,7 +293,7 @@ def _renew(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     before = registry.federation
     renewed = registry.renew(renewal, datetime.datetime.now(datetime.UTC))
-    return _told(renewed, before if renewed.federation != before else None, arguments, _RESTART)
+    return _told(renewed, before if renewed.federation != before else None, arguments)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -353,20 +354,18 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
     return requests
 
 
-_RESTART = "Start the coordinator again, if it runs: it takes the certificate at its start."
+def _published(registry: Registry, following: Federation, arguments: argparse.Namespace) -> int:
+    """Publish the next version; a coordinator that runs disconnects the sites that it no longer has."""
+    from cloister.server.federation.control import command
+
+    published = registry.publish(following)
+    with suppress(EngineError):  # none runs
+        list(command(registry.path, do="refresh"))
+    return _told(published, registry.federation, arguments)
 
 
-def _told(
-    registry: Registry, before: Federation | None, arguments: argparse.Namespace, first: str = ""
-) -> int:
-    """Print a version, what is new in it, and what to do next.
-
-    Args:
-        registry: The folder with the version.
-        before: The version before, if this one is new.
-        arguments: The parsed options.
-        first: What to do first; without a new version it is all that there is to do.
-    """
+def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> int:
+    """Print a version, what is new in it, and what to do next."""
     federation = registry.federation
     changes = federation.changes_since(before) if before else ()
     until = {name: registry.certificate(name).not_valid_after_utc for name in ("authority", "door")}
@@ -374,13 +373,6 @@ def _told(
         "file": str(registry.file),
         "sites": [site.name for site in federation.sites],
     }
-    steps = [first] if first else []
-    if before or not first:
-        steps += [
-            f"Send {registry.file.name} to every site, by any channel.",
-            "Tell every site the fingerprint over another channel, such as the telephone.",
-            f"Each site: cloister site install {registry.file.name} --fingerprint HEX",
-        ]
     return tell(
         arguments,
         facts,
@@ -392,5 +384,7 @@ def _told(
         f"file         {registry.file}",
         f"{fingerprint_line(federation.fingerprint)}\n",
         "next:",
-        *(f"  {number}. {step}" for number, step in enumerate(steps, 1)),
+        f"  1. Send {registry.file.name} to every site, by any channel.",
+        "  2. Tell every site the fingerprint over another channel, such as the telephone.",
+        f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX",
     )

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from cloister.cli.main import command_parser
-from cloister.tests.parties.operators import PAGE
+from cloister.protocol.identity.address import port_of
+from cloister.tests.parties.operators import PAGE, SITE
+from cloister.tests.parties.provisioned import FOUNDING
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -29,7 +31,7 @@ HARDENED = {
     "NoNewPrivileges": "yes",
     "ProtectSystem": "strict",
     "ReadWritePaths": "/var/lib/cloister",
-    "ProtectHome": "yes",
+    "ProtectHome": "read-only",  # records may be in a home
     "PrivateTmp": "yes",
     "CapabilityBoundingSet": "",
     "UMask": "0077",
@@ -109,18 +111,22 @@ def test_a_composed_service_probes_what_it_runs(service: str) -> None:
         found["environment"]["CLOISTER_PATH"]
         == vars(arguments)[{"coordinator": "federation"}.get(service, service)]
     )
-    (mounted,) = (volume.rpartition(":")[2] for volume in found["volumes"])
+    (volume,) = found["volumes"]
+    ((of_machine, mounted),) = re.findall(r"^\$\{[A-Z]+:-(.*)\}:(.*)$", volume)
     assert Path(found["environment"]["CLOISTER_PATH"]).is_relative_to(mounted)
+    assert (DEPLOY / of_machine).resolve() == ROOT / {"coordinator": "federation", "site": SITE}[service]
     build = (DEPLOY / found["build"]["context"] / found["build"]["dockerfile"]).resolve()
     assert build == DEPLOY / "Dockerfile"
-    assert ("ports" in found) == (service == "coordinator")  # a site listens on nothing
+    port = port_of(FOUNDING[-1])
+    assert found.get("ports") == ([f"{port}:{port}"] if service == "coordinator" else None)  # a site has none
 
 
 def test_kubernetes_probes_a_site_by_a_command() -> None:
     (container,) = STATEFUL["spec"]["template"]["spec"]["containers"]
     assert parsed(container["args"]).act
-    for kind in ("startupProbe", "livenessProbe"):
-        assert container[kind]["exec"]["command"] == PROBE
+    assert container["readinessProbe"]["exec"]["command"] == PROBE
+    # It fails while the coordinator is away: a site must not be killed then, in the middle of its training.
+    assert not {"startupProbe", "livenessProbe"} & container.keys()
     assert "fsGroup" not in json.dumps(
         STATEFUL
     )  # a group could read the keys, and the site would refuse them

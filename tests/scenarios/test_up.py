@@ -7,6 +7,7 @@ import io
 import json
 import queue
 import re
+import ssl
 import threading
 import time
 import urllib.request
@@ -24,8 +25,10 @@ from cloister.cli.main import main
 from cloister.clients.checks.heartbeat import heartbeat_path
 from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import EngineError
+from cloister.protocol.identity.address import host_of, port_of
 from cloister.protocol.machine.child import Child
 from cloister.protocol.plan.soundness import load
+from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.simulations.rehearsal.rehearsal import prepare, running
 from cloister.tests.tools.command import lone_refusal, set_options
@@ -258,6 +261,30 @@ def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) ->
         assert time.monotonic() < until
         look.wait(0.05)
     shown.rmdir()
+    assert not rehearsed.ended
+
+
+def test_a_renewed_certificate_is_shown_at_once(rehearsed: Rehearsed) -> None:
+    file, ends = rehearsed.federation / "door.pem", Registry.open(rehearsed.federation).federation.door
+    where = (host_of(ends), port_of(ends))
+    assert ssl.get_server_certificate(where) == file.read_text()
+    before = file.read_text()
+    told("coordinator", "renew", str(rehearsed.federation))
+    assert ssl.get_server_certificate(where) == file.read_text() != before
+    assert all(told("status", str(site))["connected"] for site in rehearsed.sites())
+
+
+def test_a_site_that_is_removed_is_disconnected_and_stays_out(rehearsed: Rehearsed) -> None:
+    """The last test of the rehearsal: it has a site less then."""
+    removed, *others = rehearsed.sites()
+    told("coordinator", "remove", removed.parent.name, str(rehearsed.federation))
+    until, look = time.monotonic() + WAIT_S, threading.Event()
+    log = removed.parent / "site.log"
+    while not [line for line in messages(log) if "a site of the federation" in line["message"]]:
+        assert time.monotonic() < until, log.read_text()
+        look.wait(0.1)
+    assert main(["status", "--probe", str(removed)]) == 1
+    assert all(told("status", str(site))["connected"] for site in others)
     assert not rehearsed.ended
 
 
