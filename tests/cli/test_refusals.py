@@ -50,7 +50,7 @@ def test_a_deployed_run_is_not_continued_as_a_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunFolder.create(tmp_path / "run", parse("")) as folder:
-        Deployment(1, "exchange", 0.0).write(folder)
+        Deployment(1, 0.0).write(folder)
     before = sorted(path.name for path in folder.path.iterdir())
     line = lone_refusal(capsys, "resume", str(folder.path))
     assert line.endswith(f"continue it with: cloister submit --to FEDERATION --again {folder.path}")

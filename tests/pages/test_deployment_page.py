@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from cloister.clients.setup.config import read_config
-from cloister.protocol.identity.address import free_port, port_of
+from cloister.protocol.identity.address import free_port
 from cloister.protocol.identity.roster import load_roster
-from cloister.tests.parties.doctor_parties import Listener, tls
+from cloister.server.door.door import Door, ServerCertificate
+from cloister.server.federation.registry import Registry
 from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import done, found
 
@@ -33,8 +34,8 @@ ACTIONS = [
     "provision",
     "doctor",
 ]
-FILES = ["identity.pem", "supernode.key", "site.toml", "policy.toml", "authority.key", "authority.pem"]
-FILES += ["superlink.key", "superlink.pem", "federation-1.toml"]
+FILES = ["identity.pem", "site.toml", "policy.toml", "authority.key", "authority.pem", "door.key", "door.pem"]
+FILES += ["federation-1.toml"]
 
 pytestmark = pytest.mark.usefixtures("unsynced")
 
@@ -62,8 +63,9 @@ class Operators:
         assert not [word for word in words if word.startswith("HEX-OF-")], command
         with contextlib.ExitStack() as stack:
             if words[1] == "doctor" and words[2].endswith("site.toml"):
-                pem, key = (Path(f"federation/superlink.{kind}") for kind in ("pem", "key"))
-                stack.enter_context(Listener(tls(pem, key), port_of(self.bind)))
+                pem, key = (Path(f"federation/door.{kind}").read_bytes() for kind in ("pem", "key"))
+                newest = Registry.open(Path("federation")).federation
+                stack.enter_context(Door(lambda: ServerCertificate(pem, key), lambda: newest, self.bind))
             printed = done(self.capsys, *words[1:])
         match words[1:3]:
             case ["site", "request" | "rotate"]:
@@ -99,7 +101,7 @@ class Operators:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The names of the page are known at the coordinator; sites reach it by a proxy, which connects to its exchange."""
+    """The names of the page are known at the coordinator; sites reach it by a proxy."""
     bind, known = f"127.0.0.1:{free_port()}", socket.getaddrinfo
 
     def resolved(host: str, *others: Any, **options: Any) -> Any:

@@ -400,7 +400,7 @@ def test_what_is_shown_counts_the_sites_of_all_groups_when_one_begins_again(tmp_
     """Two of five sites have answered when the second group begins again, without one of them."""
     plan, files = tiny(*GROUPS), RunFiles(tmp_path)
     files.plan_file.write_text(plan.to_json())
-    Deployment(1, "exchange", 30.0).write(files)
+    Deployment(1, 30.0).write(files)
     events: list[Event] = [
         RoundStarted(1, 1, TRAIN, ("a", "b"), group=1),
         RoundStarted(1, 1, TRAIN, ("c", "d", "e"), group=2),
