@@ -1,4 +1,4 @@
-"""Asynchronous rounds in a whole deployment: real processes of coordinator, SuperLink, sites and SuperNodes."""
+"""Asynchronous rounds in a whole deployment: real processes of a coordinator and its sites."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 
 from cloister.tests.tools.command import found, set_options
 
-pytestmark = [
-    pytest.mark.deployment,
-    pytest.mark.timeout(600),
-    # Flower 1.39 calls pathspec by a name that it has deprecated.
-    pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.deployment, pytest.mark.timeout(600)]
 
 SITES = 3
 CLEAR = (f"cohort.sites={SITES}", "run.rounds=3", "aggregation.secure=false", "server.evaluation=none")

@@ -1,9 +1,9 @@
-"""Faults of the machines of a whole deployment: full disks, a wrong clock, certificates that have expired.
+"""Faults of the machines of a whole deployment: full disks, certificates that have expired.
 
 It takes minutes, and the disks need root, so it is no part of the suite; `make test-deployment` runs it. The processes
-are those of `cloister up`: a coordinator, Flower's SuperLink, sites and SuperNodes, on one machine.
+are those of `cloister up`: a coordinator and its sites, on one machine.
 
-A full disk is a small file system (tmpfs) that is filled. A wrong clock is what Python tells a process: a
+A full disk is a small file system (tmpfs) that is filled. A later time is what Python tells a process: a
 `sitecustomize` module, which Python imports first, shifts `datetime.now` in the processes whose command line names the
 party. Code in C, such as the checks of certificates in TLS, sees the machine's clock.
 """
@@ -11,7 +11,6 @@ party. Code in C, such as the checks of certificates in TLS, sees the machine's 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -27,7 +26,6 @@ import pytest
 from cloister.protocol.errors import EngineError
 from cloister.protocol.plan.soundness import load
 from cloister.server.federation.control import command
-from cloister.server.federation.deployment import Deployment
 from cloister.server.record.events import from_json
 from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.progress import Event, RoundDone, RoundStarted, SiteFailed
@@ -49,7 +47,7 @@ if {whose!r}.encode() in pathlib.Path("/proc/self/cmdline").read_bytes():
             return super().utcnow() + datetime.timedelta(seconds={by_s})
     datetime.datetime = datetime_
 """
-"""What SuperNode signs, and what a site shows of its clock. Not `time.time`, from which gRPC for Python makes deadlines
+"""What the checks of certificates see. Not `time.time`, from which gRPC for Python makes deadlines
 that its core compares with the machine's own clock."""
 
 
@@ -119,7 +117,7 @@ class Deployed:
         self.ended: list[str] = []
         """A line for each time that a process of a party has ended."""
         with RunFolder.create(path, self.plan) as folder:
-            prepare(folder, lambda _event: None, "exchange")
+            prepare(folder, lambda _event: None)
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """All its processes."""
@@ -253,29 +251,6 @@ def test_the_disk_of_a_site_is_full(small_plan: Path, tmp_path: Path) -> None:
     assert not deployed.ended
 
 
-@pytest.mark.parametrize("by_s", [3600, -3600], ids=["ahead", "behind"])
-def test_the_clock_of_a_site_is_off_by_an_hour(
-    small_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_s: int
-) -> None:
-    """Its SuperNode cannot connect, and its log says that it is the clock; the run begins without it."""
-    deployed = Deployed(tmp_path / "run", small_plan)
-    deployment = Deployment.read(deployed.files)
-    dataclasses.replace(deployment, wait_s=60.0).write(deployed.files)
-    path = shifted(tmp_path / "shifted", "site-001", by_s)
-    monkeypatch.setenv("PYTHONPATH", f"{path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    with deployed.running():
-        wait_for(lambda: "clock is " in deployed.log("site-001"))
-        sites = [event.sites for event in deployed.follow() if isinstance(event, RoundDone)]
-    assert sites == [3, 3, 3]
-    (line, *_) = [line for line in deployed.log("site-001").splitlines() if "clock is " in line]
-    assert "expected that of the coordinator" in line
-    assert "NTP" in line
-    for other in ("site-000", "site-002", "site-003"):
-        assert "clock is " not in deployed.log(other)
-    assert not deployed.ended
-
-
 def test_certificates_that_have_expired(small_plan: Path, tmp_path: Path) -> None:
     """Neither party starts; the line names the certificate, its end, and what to do."""
     deployed = Deployed(tmp_path / "run", small_plan)
@@ -283,7 +258,7 @@ def test_certificates_that_have_expired(small_plan: Path, tmp_path: Path) -> Non
     year = 400 * 86_400
     later = shifted(tmp_path / "later", str(tmp_path), year)
     line = refused("coordinator", "start", str(federation), python_path=later)
-    assert "certificate of the superlink is 'expired on 20" in line
+    assert "certificate of the door is 'expired on 20" in line
     assert f"cloister coordinator renew {federation}" in line
     much_later = shifted(tmp_path / "much later", str(tmp_path), 10 * year)
     for words in (("coordinator", "start", str(federation)), ("site", "start", str(site))):

@@ -1,7 +1,7 @@
 """The kill of each process of a deployment, with SIGKILL, while a run goes on; `make test-deployment` runs it.
 
-It takes minutes, most of them until Flower notices and processes have imported what they need, so it is no part of the
-suite. `tests/server/door/test_door_run.py` kills each party at each step, without Flower.
+It takes minutes, most of them until processes have imported what they need, so it is no part of the suite.
+`tests/server/door/test_door_run.py` kills each party at each step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cloister.server.record.progress import RoundStarted
 from cloister.simulations.rehearsal.rehearsal import prepare, running
 from cloister.tests.tools.descriptors import readable
 
-PARTIES = ["flower-superlink", "coordinator run", "coordinator start", "site start", "flower-supernode"]
+PARTIES = ["coordinator run", "coordinator start", "site start"]
 ROUNDS = 2 * len(PARTIES)
 
 pytestmark = pytest.mark.timeout(1200)
@@ -73,7 +73,7 @@ def test_a_run_survives_the_kill_of_each_process(small_plan: Path, tmp_path: Pat
     plan = load(small_plan, [f"run.rounds={ROUNDS}"])
     files = RunFiles(tmp_path / "deployed")
     with RunFolder.create(files.path, plan) as folder:
-        prepare(folder, lambda _event: None, "exchange")
+        prepare(folder, lambda _event: None)
     ended: list[str] = []
     left = {2 * number + 2: party for number, party in enumerate(PARTIES)}
     state: dict[str, Any] = {}

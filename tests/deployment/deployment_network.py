@@ -3,9 +3,9 @@
 It needs root, `ip netns` and nftables, and takes some minutes, so it is not part of the suite. With `pytest -s` it
 prints what it has measured.
 
-A bridge connects network namespaces. The firewall of a site lets it open connections to the coordinator's two ports
-and to nothing else, and lets no connection in. One site knows a proxy only. The firewall of the coordinator lets
-connections to the two ports in, and lets it open none. What they drop is counted.
+A bridge connects network namespaces. The firewall of a site lets it open connections to the coordinator's port and to
+nothing else, and lets no connection in. One site knows a proxy only. The firewall of the coordinator lets connections
+to the port in, and lets it open none. What they drop is counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "fl.example.org"
 BEHIND = OTHERS[0]
 """The site that reaches the coordinator through a proxy alone, and does not know its name."""
 PROXY = "proxy.hospital.example"
-PORTS = "{ 9092, 9443 }"
+PORT = 9443
 WAIT_S = 300.0
 CUT_S = 60.0
 
@@ -159,9 +159,9 @@ class Network:
             self.inside(party, "ip", "address", "add", f"{address}/24", "dev", "net")
             self.inside(party, "ip", "link", "set", "lo", "up")
             self.inside(party, "ip", "link", "set", "net", "up")
-            inbound, outbound = "", f"ip daddr {self.addresses[COORDINATOR]} tcp dport {PORTS} accept"
+            inbound, outbound = "", f"ip daddr {self.addresses[COORDINATOR]} tcp dport {PORT} accept"
             if party == COORDINATOR:
-                inbound, outbound = f"tcp dport {PORTS} accept", ""
+                inbound, outbound = f"tcp dport {PORT} accept", ""
             elif party == BEHIND:
                 outbound = f"ip daddr {self.proxy} tcp dport 3128 accept"
             self.inside(party, "nft", "-f", "-", text=_FIREWALL.format(inbound=inbound, outbound=outbound))
@@ -191,10 +191,6 @@ class Network:
     def mend(self, party: str) -> None:
         """Let packets pass again."""
         self.inside(party, "nft", "flush", "chain", "inet", "cloister", "cut")
-
-    def forbid(self, party: str, port: int) -> None:
-        """Drop what a party sends to a port."""
-        self.inside(party, "nft", "add", "rule", "inet", "cloister", "cut", "tcp", "dport", str(port), "drop")
 
     def slow_down(self, party: str, rate: str) -> None:
         """Limit what a party sends to a rate."""
@@ -288,7 +284,7 @@ def _report(what: str, seconds: float) -> None:
 
 def test_the_page_word_for_word(network: Network, operators: Operators, proxy: list[str]) -> None:
     """With the page's own addresses; the firewalls have had nothing to drop."""
-    for said in (f"`{NAME}:9092`", f"`{NAME}:9443`", f"`HTTPS_PROXY=http://{PROXY}:3128`"):
+    for said in (f"`{NAME}:{PORT}`", f"`HTTPS_PROXY=http://{PROXY}:3128`"):
         assert said in PAGE
     began = time.monotonic()
     operators.join()
@@ -308,7 +304,7 @@ def test_the_page_word_for_word(network: Network, operators: Operators, proxy: l
     for command in commands("Services"):
         operators.type(command)
     assert {party: network.dropped(party) for party in PARTIES} == dict.fromkeys(PARTIES, 0)
-    assert set(proxy) == {f"CONNECT {NAME}:{port}\n" for port in (9092, 9443)}
+    assert set(proxy) == {f"CONNECT {NAME}:{PORT}\n"}
 
 
 @pytest.fixture(scope="module")
@@ -329,10 +325,9 @@ class Run:
         operators: The persons.
         name: Its name, that of its plan.
         plan: The plan, without a privacy unit.
-        options: Of the command that submits it.
     """
 
-    def __init__(self, operators: Operators, name: str, plan: str, *options: str) -> None:
+    def __init__(self, operators: Operators, name: str, plan: str) -> None:
         self.coordinator = operators.coordinator
         self.path = self.coordinator.folder / "federation" / "runs" / name
         file = f"{name}.toml"
@@ -340,7 +335,7 @@ class Run:
         checked = self.coordinator.run(["cloister", "plan", "check", file])
         for site in operators.sites:
             operators.set(site, policy="", plan=digest_in(checked))
-        self.coordinator.run(["cloister", "submit", file, "--to", "federation", *options])
+        self.coordinator.run(["cloister", "submit", file, "--to", "federation"])
 
     def wait_for(self, what: str, seen: Any) -> float:
         """Wait until the events are as `seen` says; returns the time."""
@@ -409,8 +404,6 @@ def _kill(operators: Operators, party: str, of: str) -> None:
 
 
 KILLS = {
-    "SuperNode of a site": (SITE, "flower-supernode"),
-    "SuperLink": (COORDINATOR, "flower-superlink"),
     "process of the run": (COORDINATOR, "coordinator run"),
     "process of a site": (SITE, ""),
     "process of the coordinator": (COORDINATOR, ""),
@@ -439,18 +432,3 @@ def test_each_process_killed(federation: Operators) -> None:
         )
     _report("two rounds without a kill", took["two rounds without a kill"])
     federation.coordinator.run(["cloister", "stop", "federation"])
-
-
-def test_flowers_transport_needs_one_port(network: Network, federation: Operators) -> None:
-    for site in federation.sites:
-        if site != BEHIND:
-            network.forbid(site, 9443)
-    plan = _SLOW.replace("rounds = 2", "rounds = 4").replace('"slow"', '"flower"')
-    began = time.monotonic()
-    run = Run(federation, "flower", plan, "--transport", "flower")
-    for number in range(1, 5):
-        done = run.wait_for("rounds", lambda found, number=number: _count(found, "RoundDone") >= number)
-        _report(f"round {number} over Flower's transport", done - began)
-        began = done
-    for site in federation.sites:
-        network.mend(site)

@@ -18,6 +18,7 @@ from cloister.tests.parties.operators import (
     digest_in,
     start,
 )
+from cloister.tests.parties.provisioned import FOUNDING
 from cloister.tests.tools.command import done, refusal
 
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -49,13 +50,11 @@ class Here:
 @pytest.fixture
 def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
     machines = {name: Here(tmp_path / name, capsys) for name in (COORDINATOR, SITE, *OTHERS)}
-    addresses = {f"fl.example.org:{port}": f"localhost:{free_port()}" for port in (9092, 9443)}
-    operators = Operators(machines, addresses)
+    operators = Operators(machines, {FOUNDING[-1]: f"localhost:{free_port()}"})
     yield operators
     operators.end_all()
 
 
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_the_page_runs_a_federation(operators: Operators) -> None:
     operators.join()
     operators.write_plan()
