@@ -183,16 +183,18 @@ class Of(_message.Message):
     def __init__(self, site: _Optional[str] = ..., request: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("of", "frame", "paths", "failure")
+    __slots__ = ("of", "frame", "paths", "failure", "seen")
     OF_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     of: Of
     frame: bytes
     paths: _containers.RepeatedScalarFieldContainer[str]
     failure: str
-    def __init__(self, of: _Optional[_Union[Of, _Mapping]] = ..., frame: _Optional[bytes] = ..., paths: _Optional[_Iterable[str]] = ..., failure: _Optional[str] = ...) -> None: ...
+    seen: Site
+    def __init__(self, of: _Optional[_Union[Of, _Mapping]] = ..., frame: _Optional[bytes] = ..., paths: _Optional[_Iterable[str]] = ..., failure: _Optional[str] = ..., seen: _Optional[_Union[Site, _Mapping]] = ...) -> None: ...
 
 class Seen(_message.Message):
     __slots__ = ("sites",)

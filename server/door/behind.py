@@ -43,32 +43,28 @@ class Behind:
         data = pb.ToRun(**said).SerializeToString()
         self._writer.write(LENGTH.pack(len(data)) + data)
 
-    def answer(self, site: str, request: bytes, frame: bytes, paths: list[str]) -> None:
+    def answer(self, site: Site, request: bytes, frame: bytes, paths: list[str]) -> None:
         """Tell the reply of a site."""
-        self.tell(answer=pb.Answer(of=pb.Of(site=site, request=request), frame=frame, paths=paths))
+        of, seen = pb.Of(site=site.name, request=request), _seen(site)
+        self.tell(answer=pb.Answer(of=of, frame=frame, paths=paths, seen=seen))
 
-    def fail(self, site: str, request: bytes, reason: str) -> None:
+    def fail(self, site: Site, request: bytes, reason: str) -> None:
         """Tell why a site has no reply."""
-        self.tell(answer=pb.Answer(of=pb.Of(site=site, request=request), failure=reason))
+        of = pb.Of(site=site.name, request=request)
+        self.tell(answer=pb.Answer(of=of, failure=reason, seen=_seen(site)))
 
     def show(self, sites: list[Site]) -> None:
         """Tell which of its sites are connected, and the bytes that have moved, if that has changed."""
-        seen = pb.Seen(
-            sites=[
-                pb.Site(
-                    name=site.name,
-                    online=site.session is not None,
-                    sent=site.sent,
-                    received=site.received,
-                )
-                for site in sites
-                if site.name in self.sites
-            ]
-        )
+        seen = pb.Seen(sites=[_seen(site) for site in sites if site.name in self.sites])
         data = seen.SerializeToString()
         if data != self._seen:
             self._seen = data
             self.tell(seen=seen)
+
+
+def _seen(site: Site) -> pb.Site:
+    online = site.session is not None
+    return pb.Site(name=site.name, online=online, sent=site.sent, received=site.received)
 
 
 async def received(reader: asyncio.StreamReader) -> pb.FromRun:

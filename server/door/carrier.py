@@ -13,10 +13,22 @@ from collections.abc import Iterable, Iterator
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from cloister.protocol.machine.closing import Closing
 
 _RUN_ID = 1
+_COORDINATOR = 0
+"""Node id of the coordinator; sites are 1 to n."""
+
+
+def identify(run_id: int, node_id: int) -> None:
+    """Set the run and the node that this process's messages come from.
+
+    Flower's `Message` reads both from a process global, and has no argument for them. Flower's own runtimes set it in
+    the same way.
+    """
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 1
 
 
 class Carrier(Grid, Closing):
@@ -24,6 +36,7 @@ class Carrier(Grid, Closing):
 
     def __init__(self) -> None:
         self._run = Run.create_empty(_RUN_ID)
+        identify(_RUN_ID, _COORDINATOR)
         self._numbers = itertools.count(1)
 
     @abstractmethod
@@ -42,6 +55,7 @@ class Carrier(Grid, Closing):
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
         self._run = run
+        identify(run.run_id, _COORDINATOR)
 
     def create_message(
         self,

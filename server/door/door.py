@@ -37,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -140,7 +140,7 @@ class ServerCertificate:
     """What the server shows, and its private key, both in PEM."""
 
     pem: bytes
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 class Door(Closing):
@@ -252,7 +252,9 @@ class Door(Closing):
             if run is not None and self._run is run:
                 self._run = None
                 for site in self._sites.values():
-                    site.pending = site.taken = None
+                    if site.pending is not None:
+                        site.left = site.pending if site.pending.reply is not None else None
+                        site.pending, site.taken = None, site.pending.folder
             writer.close()
 
     async def _show(self, run: Behind) -> None:
@@ -269,11 +271,13 @@ class Door(Closing):
             folder = run.folder / name / asked.id.hex()[:32]
             if site.taken not in (None, folder):
                 shutil.rmtree(site.taken, ignore_errors=True)
-            site.taken = None
-            site.pending = waiting[name] = Pending(
-                asked, folder, Arrivals(folder, run.most_bytes), run.most_bytes
-            )
-            if site.session is not None:
+            left, site.left, site.taken = site.left, None, None
+            known = left is not None and left.asked.id == asked.id
+            arrivals = left.arrivals if left is not None and known else Arrivals(folder, run.most_bytes)
+            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes)
+            if left is not None and left.reply is not None and known:
+                self._take(run, site, site.pending, left.reply)
+            elif site.session is not None:
                 site.session.send(asked.letter)
         run.timers.add(timer := asyncio.create_task(self._wait(run, waiting)))
         timer.add_done_callback(run.timers.discard)
@@ -282,13 +286,13 @@ class Door(Closing):
         """Fail the requests that are not answered by their deadline."""
         while waiting:
             for name, pending in list(waiting.items()):
-                if pending.answered or self._sites[name].pending is not pending:
+                if pending.reply is not None or self._sites[name].pending is not pending:
                     del waiting[name]
                 elif pending.left_s() <= 0:
                     del waiting[name]
                     self._sites[name].pending = None
                     late = f"timeout: no answer within {pending.asked.deadline_s:g} s"
-                    run.fail(name, pending.asked.id, late)
+                    run.fail(self._sites[name], pending.asked.id, late)
             if waiting:
                 await asyncio.sleep(max(0.0, min(pending.left_s() for pending in waiting.values())))
 
@@ -424,7 +428,7 @@ class Door(Closing):
         site.public = public
         self._sessions[session.key] = site, session
         session.tell(welcome=pb.Welcome(key=session.key, run=self._run.label if self._run else ""))
-        if site.pending is not None and not site.pending.answered:
+        if site.pending is not None and site.pending.reply is None:
             session.send(site.pending.asked.letter)
         _log.info("%s is connected", site.name, extra={"site": site.name})
         self._seen()
@@ -516,9 +520,12 @@ class Door(Closing):
         if pending is None or pending.asked.id != letter.id:
             session.tell(taken=pb.Taken(id=letter.id[:32], unasked=True))
             return
-        if pending.answered or self._run is None:
-            return
-        pending.answered = True
+        if pending.reply is None and self._run is not None:
+            self._take(self._run, site, pending, letter)
+
+    def _take(self, run: Behind, site: Site, pending: Pending, letter: pb.Letter) -> None:
+        """Give a run the reply of a site."""
+        pending.reply = letter
         try:
             if len(letter.frame) > SMALL:
                 raise TransferError("frame", f"{len(letter.frame)} bytes", expected=f"at most {SMALL}")
@@ -526,9 +533,9 @@ class Door(Closing):
             check_vectors(vectors, pending.most_bytes)
             paths = [str(pending.arrivals.file(name, size) or "") for name, size in vectors]
         except CloisterError as error:
-            self._run.fail(site.name, letter.id, printable(str(error)))
+            run.fail(site, letter.id, printable(str(error)))
         else:
-            self._run.answer(site.name, letter.id, letter.frame, paths)
+            run.answer(site, letter.id, letter.frame, paths)
 
     # Transfers, in the thread of the event loop.
 
@@ -543,7 +550,7 @@ class Door(Closing):
         site.rate.take()
         if len(session.transfers) >= _TRANSFERS:
             raise DoorError("transfers", len(session.transfers) + 1, expected=f"at most {_TRANSFERS}")
-        if site.pending is None or site.pending.answered:
+        if site.pending is None or site.pending.reply is not None:
             raise TransferError("vector", expected="a request that waits for its reply")
         task = asyncio.current_task()
         assert task is not None
@@ -560,7 +567,9 @@ class Door(Closing):
                 return
             start = _parsed(pb.Part, first)
             vector = start.vector
-            if site.pending is not pending or start.request != pending.asked.id:  # of a reply to an earlier one
+            if (
+                site.pending is not pending or start.request != pending.asked.id
+            ):  # of a reply to an earlier one
                 raise TransferError("vector", expected="a request that waits for its reply")
             arrival = pending.arrivals.begin(vector.hash, vector.size)
             for folder in pending.folder.parent.iterdir():

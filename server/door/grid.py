@@ -6,11 +6,12 @@ has received, and are mapped. So the memory of both processes is flat in the num
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +109,8 @@ class DoorGrid(Carrier):
         if over and not self._over:
             self._send(over=pb.Over())
         self._retain(())
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             self._far.shutdown(socket.SHUT_WR)  # the door reads to the end, and closes its own
-        except OSError:  # it has ended
-            pass
         self._thread.join()
         self._far.close()
 
@@ -219,10 +218,8 @@ class DoorGrid(Carrier):
 
     def _send(self, **said: ProtoMessage) -> None:
         data = pb.FromRun(**said).SerializeToString()
-        try:
+        with contextlib.suppress(OSError):  # the reading thread sees it too, and the next wait raises
             self._far.sendall(LENGTH.pack(len(data)) + data)
-        except OSError:  # the reading thread sees it too, and the next wait raises
-            pass
 
     def _read(self) -> None:
         with self._far.makefile("rb") as file:
@@ -234,11 +231,13 @@ class DoorGrid(Carrier):
                     self._saw(said.seen)
         with self._changed:
             self._over = True
+            self._seen = {name: replace(site, online=False) for name, site in self._seen.items()}
             self._changed.notify_all()
 
     def _answered(self, answer: pb.Answer) -> None:
         with self._changed:
             node = self._node_of[answer.of.site]
+            self._know(answer.seen)
             for id, (message, request) in self._waiting.items():
                 if message.metadata.dst_node_id == node and request == answer.of.request:
                     del self._waiting[id]
@@ -249,13 +248,15 @@ class DoorGrid(Carrier):
     def _saw(self, seen: pb.Seen) -> None:
         with self._changed:
             for site in seen.sites:
-                if site.online or site.name in self._seen:
-                    self._seen[site.name] = Connected(
-                        self._node_of[site.name], site.name, site.online, site.sent, site.received
-                    )
+                self._know(site)
             self._happened = True
             self._changed.notify_all()
         self._tell_seen(self.connected())
+
+    def _know(self, site: pb.Site) -> None:
+        if site.online or site.name in self._seen:
+            node = self._node_of[site.name]
+            self._seen[site.name] = Connected(node, site.name, site.online, site.sent, site.received)
 
     def _check_open(self) -> None:
         if self._over:

@@ -46,7 +46,8 @@ class Pending:
     """Of the vectors of the reply."""
     until: float = 0.0
     """The deadline, but for transfers."""
-    answered: bool = False
+    reply: pb.Letter | None = None
+    """What the site has answered."""
     moved_at: float = -STALL_S
     """When the last bytes of an upload have arrived."""
     fetched: int = 0
@@ -101,6 +102,8 @@ class Site:
     public: bytes = b""
     """The key with which it has opened its session."""
     pending: Pending | None = None
+    left: Pending | None = None
+    """A request whose reply came and was not taken by the process of a run that has ended since."""
     taken: Path | None = None
     """The folder of the vectors of the reply that was taken last: they stay until the site is asked for another."""
     rate: Rate = field(default_factory=lambda: Rate(_BURST, _RATE))

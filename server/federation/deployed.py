@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 
-from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
 from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
@@ -70,9 +69,7 @@ def coordinate(folder: RunFolder, registry: Registry, far: socket.socket, observ
             observe,
             roster=roster,
             public=public,
-            evaluation=str(folder.sites.public_records)
-            if plan.server.evaluation == SIMULATED_PUBLIC
-            else "",
+            evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
             audit_log=AuditLog(registry.path / AUDIT_LOG),
         )
         telling.moved(grid.connected())

@@ -23,12 +23,9 @@ from flwr.supercore.run import Run
 
 from cloister.protocol.errors import EngineError
 from cloister.server.door.carrier import Carrier
-from cloister.simulations.engines.process import identify
 from cloister.simulations.engines.segments import PushSegments
 from cloister.simulations.engines.workers import Raised, State, Worker, WorkerPool
 
-_RUN_ID = 1
-_COORDINATOR = 0  # node id of the coordinator; sites are 1 to n
 _REPLY_SECONDS = 5.0  # to receive the rest of a reply that has begun to arrive when the deadline passes
 
 
@@ -75,10 +72,9 @@ class LocalGrid(Carrier):
         self._watch = watch or (lambda node, working: None)
         self._slots = [min(count, len(workers)) for count in slots or [1] * len(node_configs)]
         self._contexts = [
-            Context(_RUN_ID, node, dict(config), RecordDict(), {})
+            Context(self._run.run_id, node, dict(config), RecordDict(), {})
             for node, config in enumerate(node_configs, 1)
         ]
-        identify(_RUN_ID, _COORDINATOR)
 
         self._queues: list[deque[_Job]] = [deque() for _ in range(len(workers) + 1)]
         """Waiting jobs: for each worker those of the sites that it had last, then those of sites that no worker had."""
@@ -110,7 +106,6 @@ class LocalGrid(Carrier):
         super().set_run(run)
         for context in self._contexts:
             context.run_id = run.run_id
-        identify(run.run_id, _COORDINATOR)
 
     def get_node_ids(self) -> Iterable[int]:
         """The sites: 1 to n."""
@@ -284,7 +279,8 @@ class LocalGrid(Carrier):
         for job in expired:
             self._stop(job)
             self._fail(
-                job, ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+                job,
+                ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
                 f"timeout: no answer within {job.message.metadata.ttl:g} s",
             )
         return bool(expired)

@@ -10,17 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def identify(run_id: int, node_id: int) -> None:
-    """Set the run and the node that this process's messages come from.
-
-    Flower's `Message` reads both from a process global, and has no argument for them. Flower's own runtimes set it in
-    the same way.
-    """
-    from flwr.supercore.task_identity import TaskIdentity  # Flower takes half a second to import
-
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 1
-
-
 def return_freed_memory() -> None:
     """Let glibc return to the system what this process has freed; no effect with another C library.
 

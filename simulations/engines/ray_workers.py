@@ -31,8 +31,8 @@ from flwr.server.superlink.fleet.vce.backend import Backend
 from ray.exceptions import RayError
 
 from cloister.protocol.errors import EngineError, one_line, visible
+from cloister.server.door.carrier import identify
 from cloister.simulations.engines.cluster import Room
-from cloister.simulations.engines.process import identify
 
 _IN_BAND = 100_000  # bytes; Ray itself sends smaller arguments within a message
 _POLL_S = 0.5  # until a thread that waits sees that the run is over

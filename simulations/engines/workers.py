@@ -27,7 +27,8 @@ from flwr.clientapp import ClientApp
 
 from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.machine import fork_server
-from cloister.simulations.engines.process import collect_rarely, environment, identify
+from cloister.server.door.carrier import identify
+from cloister.simulations.engines.process import collect_rarely, environment
 from cloister.simulations.engines.segments import Channel, LentSegments, PushSegments, Segments
 
 T = TypeVar("T")

@@ -1,8 +1,9 @@
-"""The parties of the exchange's tests: sites that answer as a test says, real sites in processes, a relay between."""
+"""The parties of the door's tests: sites that answer as a test says, real sites in processes, a relay between."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import multiprocessing
 import os
@@ -12,8 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -23,17 +24,28 @@ import grpc
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.door import ExchangeSite
+from cloister.clients.network.door import DoorSite
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
 from cloister.clients.training import work
 from cloister.clients.training.release import Finished
 from cloister.clients.training.work import Task
-from cloister.protocol.errors import BudgetError, CloisterError, InvitationError, PolicyError
-from cloister.protocol.identity.invitation import Invitation, prove
+from cloister.protocol.errors import BudgetError, PolicyError
+from cloister.protocol.identity.certificates import (
+    certificate_to_pem,
+    issue,
+    key_to_pem,
+    new_authority,
+    new_key,
+)
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.request import Request as Enrolment
 from cloister.protocol.identity.roster import load_identity, load_roster, new_identity
+from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.door_pb2 import FromSite, Hello, Proof, ToSite, Welcome
 from cloister.protocol.messages.messages import (
@@ -48,8 +60,9 @@ from cloister.protocol.messages.messages import (
     SumId,
 )
 from cloister.protocol.messages.transfer import VERSION
-from cloister.server.door.certificate import Certificate, new_certificate
-from cloister.server.door.door import ExchangeChannel, most_bytes_of
+from cloister.server.door.door import Door, ServerCertificate
+from cloister.server.door.grid import DoorGrid, most_bytes_of
+from cloister.server.federation.app import GridChannel
 from cloister.server.record.folder import RunFolder
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure
@@ -58,15 +71,93 @@ from cloister.tests.tools.kills import die
 
 RUN = "0a1b2c"
 NAME = "coordinator.example"
-CERTIFICATE: Certificate = new_certificate([NAME])
+"""A name of the server that no test can resolve, besides its address."""
 WAIT_S = 30.0
+NAMES = ("site-1", "site-2", "site-3")
+_NOW = datetime.datetime.now(datetime.UTC)
+_DAYS = 30
 
 
-def open_channel(folder: Path, **options: Any) -> ExchangeChannel:
-    """An exchange on loopback, for three sites and vectors of up to 8 MiB."""
-    given = {"sites": 3, "most_bytes": 2**23, "bind": "127.0.0.1:0", **options}
-    certificate = given.pop("certificate", CERTIFICATE)
-    return ExchangeChannel(RUN, certificate, folder / "spool", **given)
+class Authority:
+    """An authority, and certificates of servers by it."""
+
+    def __init__(self) -> None:
+        self._key = new_key()
+        self._certificate = new_authority(self._key, "tests", _NOW, _DAYS)
+        self.der = self._certificate.public_bytes(Encoding.DER)
+
+    def server(self, *names: str, days: int = _DAYS, now: datetime.datetime = _NOW) -> ServerCertificate:
+        """A certificate for a server with these names, the loopback address if there are none."""
+        key = new_key()
+        made = issue(self._certificate, self._key, key, names or ("127.0.0.1", NAME), now, days)
+        return ServerCertificate(certificate_to_pem(made), key_to_pem(key))
+
+
+AUTHORITY = Authority()
+CERTIFICATE = AUTHORITY.server()
+
+
+@lru_cache
+def identity_of(name: str) -> Ed25519PrivateKey:
+    """The identity key of a site of the tests."""
+    return new_identity()
+
+
+def federation_of(identities: Mapping[str, Ed25519PrivateKey]) -> Federation:
+    """A federation of the tests' authority."""
+    today = _NOW.date()
+    requests = [Enrolment.of(name, identity, "x", today) for name, identity in identities.items()]
+    return Federation.first("tests", f"{NAME}:9443", AUTHORITY.der, requests)
+
+
+def entrance_at(address: str) -> Entrance:
+    """The door of the tests' federation at another address."""
+    return Entrance("tests", address, AUTHORITY.der)
+
+
+class AtDoor(Closing):
+    """A run behind a door, as a channel.
+
+    Args:
+        folder: For what is under way.
+        door: The door, which stays open; None: one on loopback of its own.
+        names: The sites of the run, and of the federation of its own door.
+        most_bytes: As for `DoorGrid`.
+        bind: Where its own door listens.
+        run: Label of the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        door: Door | None = None,
+        names: Sequence[str] = NAMES,
+        most_bytes: int = 2**23,
+        bind: str = "127.0.0.1:0",
+        run: str = RUN,
+    ) -> None:
+        self._own = door is None
+        federation = federation_of({name: identity_of(name) for name in names})
+        self.door = door or Door(lambda: CERTIFICATE, lambda: federation, bind)
+        near, far = socket.socketpair()
+        self.door.serve(near)
+        self.grid = DoorGrid(far, run, folder / "spool", names, most_bytes)
+        channel = GridChannel(self.grid, dict(enumerate(names, 1)))
+        self.nodes, self.ask, self.stream = channel.nodes, channel.ask, channel.stream
+        self.connected, self.wait_for = self.grid.connected, self.grid.wait_for
+        self.address = self.door.address
+
+    def close(self, *, over: bool = False) -> None:
+        """End the run's part, and the door if it is its own; idempotent."""
+        self.grid.close(over=over)
+        if self._own:
+            self.door.close()
+
+
+def open_channel(folder: Path, **options: Any) -> AtDoor:
+    """A run behind a door on loopback, for three sites and vectors of up to 8 MiB."""
+    return AtDoor(folder, **options)
 
 
 def join_request(text: str = "{}") -> Join:
@@ -106,42 +197,39 @@ class Answering:
         raise AssertionError("it has no policy")
 
 
-class Asker:
-    """Gives a site its invitations, and notes why it asks."""
-
-    def __init__(self, channel: ExchangeChannel) -> None:
-        self.channel = channel
-        self.reasons: list[CloisterError | None] = []
-        self.alter: Callable[[Invitation], Invitation] = lambda invitation: invitation
-        self.most = 100
-
-    def __call__(self, why: CloisterError | None) -> Invitation:
-        self.reasons.append(why)
-        if len(self.reasons) > self.most:
-            raise InvitationError("invitations", len(self.reasons), expected=f"at most {self.most}")
-        return self.alter(self.channel.invite())
-
-
 @contextlib.contextmanager
 def connected(
-    channel: ExchangeChannel,
+    channel: AtDoor,
     site: Answering,
     folder: Path,
     *,
     identity: Ed25519PrivateKey | None = None,
     through: Relay | None = None,
-    ask: Asker | None = None,
+    address: Callable[[], str] | None = None,
     more: int = 1,
-) -> Iterator[Asker]:
-    """A site in threads of this process, connected to a channel."""
-    asker = ask or Asker(channel)
-    if through is not None:
-        asker.alter = lambda invitation: replace(invitation, address=through.address)
-    client = ExchangeSite(
+) -> Iterator[DoorSite]:
+    """A site in threads of this process, connected to a channel.
+
+    Args:
+        channel: The channel.
+        site: The site.
+        folder: Its folder is in it.
+        identity: Its key; None: that of its name.
+        through: A relay through which it connects.
+        address: Where it connects to otherwise, for each session anew; None: to the channel's door.
+        more: Sites that are connected more than before, when it is.
+    """
+
+    def entrance() -> Entrance:
+        if through is not None:
+            return entrance_at(through.address)
+        return entrance_at(address() if address else channel.address)
+
+    client = DoorSite(
         site.name,
-        identity or new_identity(),
+        lambda: identity or identity_of(site.name),
+        entrance,
         lambda: site,
-        asker,
         folder / site.name,
         explain=str,
         jitter=lambda: 0.1,
@@ -151,7 +239,7 @@ def connected(
     thread.start()
     try:
         assert channel.wait_for(before + more, WAIT_S) == before + more
-        yield asker
+        yield client
     finally:
         client.stop()
         thread.join(WAIT_S)
@@ -165,15 +253,15 @@ class Raw:
     """A peer that sends what a test says, without a client of ours.
 
     Args:
-        channel: The exchange.
+        channel: The run behind the door.
     """
 
-    def __init__(self, channel: ExchangeChannel) -> None:
-        self.channel = channel
+    def __init__(self, channel: AtDoor) -> None:
+        self.entrance = entrance_at(channel.address)
         self._grpc = grpc.secure_channel(
             channel.address,
-            grpc.ssl_channel_credentials(CERTIFICATE.pem),
-            [("grpc.ssl_target_name_override", NAME), ("grpc.max_send_message_length", -1)],
+            grpc.ssl_channel_credentials(self.entrance.root),
+            [("grpc.max_send_message_length", -1)],
         )
         self.unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -185,9 +273,9 @@ class Raw:
         self._grpc.close()
 
     def call(self, method: str, messages: Iterable[bytes], key: bytes = b"") -> Any:
-        """A call of the exchange; iterate over it for the answers."""
+        """A call of the door; iterate over it for the answers."""
         metadata = (("session-bin", key),) if key else ()
-        return self._grpc.stream_stream(f"/cloister.Exchange/{method}")(
+        return self._grpc.stream_stream(f"/cloister.Door/{method}")(
             iter(messages), metadata=metadata, timeout=WAIT_S
         )
 
@@ -205,20 +293,26 @@ class Raw:
         """A session, as a call whose messages come from `say`."""
         return self.call("Session", iter(self.unsent.get, None))
 
+    def greeted(self, name: str, nonce: bytes = bytes(NONCE)) -> tuple[Any, bytes]:
+        """A session after the challenge, and the nonce of the door."""
+        call = self.session()
+        self.say(hello=Hello(version=VERSION, name=name, nonce=nonce))
+        return call, said(call).challenge.nonce
+
+    def proof(self, name: str, identity: Ed25519PrivateKey, nonce: bytes) -> Proof:
+        """The proof that answers a challenge of `greeted`."""
+        signature = prove(identity, name, self.entrance, Nonces(bytes(NONCE), nonce))
+        return Proof(key=identity.public_key().public_bytes_raw(), signature=signature)
+
     def open(self, name: str = "site-1", identity: Ed25519PrivateKey | None = None) -> tuple[Any, bytes]:
         """A session that has been welcomed, and its key."""
-        call, welcome = self.welcomed(name, identity or new_identity())
+        call, welcome = self.welcomed(name, identity or identity_of(name))
         return call, welcome.key
 
     def welcomed(self, name: str, identity: Ed25519PrivateKey) -> tuple[Any, Welcome]:
         """A session, and what it was welcomed with."""
-        invitation = self.channel.invite()
-        call = self.session()
-        self.say(hello=Hello(version=VERSION, token=invitation.token))
-        nonce = said(call).challenge.nonce
-        public = identity.public_key().public_bytes_raw()
-        signature = prove(identity, invitation, nonce, name)
-        self.say(proof=Proof(name=name, key=public, signature=signature))
+        call, nonce = self.greeted(name)
+        self.say(proof=self.proof(name, identity, nonce))
         return call, said(call).welcome
 
 
@@ -352,21 +446,21 @@ class Mortal:
 
 
 class SiteProcesses:
-    """Real sites, each in a process of its own, which is started again when it is killed.
+    """Real sites, each in a process of its own, which is started again when it is killed, and ends with the run.
 
     Args:
-        invite: Gives them their invitations; stands in for Flower's authenticated channel.
+        address: HOST:PORT of the door.
         configs: For each site its TOML.
         moments: For some of them, by their place, when they are killed.
     """
 
     def __init__(
         self,
-        invite: Callable[[], bytes],
+        address: str,
         configs: list[Path],
         moments: Mapping[int, Collection[Moment]] = MappingProxyType({}),
     ) -> None:
-        self._invite = invite
+        self._entrance = entrance_at(address)
         self._context = multiprocessing.get_context("forkserver")
         self.codes: list[list[int | None]] = [[] for _ in configs]
         """For each site the exit codes of its processes."""
@@ -380,14 +474,10 @@ class SiteProcesses:
 
     def _keep(self, index: int, config: Path, moments: Collection[Moment]) -> None:
         while not self.codes[index] or self.codes[index][-1] == -signal.SIGKILL:
-            near, far = self._context.Pipe()
-            process = self._current[index] = self._context.Process(target=_serve, args=(config, moments, far))
+            arguments = (config, moments, self._entrance)
+            process = self._current[index] = self._context.Process(target=_serve, args=arguments)
             process.start()
-            far.close()
-            with contextlib.suppress(EOFError, OSError):
-                while near.recv() is None:
-                    near.send_bytes(self._invite())
-            process.join(WAIT_S)
+            process.join()
             self.codes[index].append(process.exitcode)
 
     def kill(self, index: int) -> None:
@@ -396,23 +486,15 @@ class SiteProcesses:
 
     def join(self) -> None:
         """Wait until all processes have ended."""
-        for thread in self._threads:
+        for thread, process in zip(self._threads, self._current, strict=True):
             thread.join(WAIT_S)
-        for process in self._current:
-            if process.is_alive():
+            if thread.is_alive():
                 process.terminate()
 
 
-def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
+def _serve(path: Path, moments: Collection[Moment], entrance: Entrance) -> None:
     config = read_config(path)
     resident = Resident()
-
-    def invite(_why: CloisterError | None) -> Invitation:
-        pipe.send(None)
-        if not pipe.poll(WAIT_S):
-            raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
-        return Invitation.from_bytes(pipe.recv_bytes())
-
     real = work.train
 
     def train(trainer: Any, terms: Any, task: Task, *rest: Any) -> Finished:
@@ -422,14 +504,16 @@ def _serve(path: Path, moments: Collection[Moment], pipe: Connection) -> None:
         return finished
 
     with mock.patch.object(work, "train", train):
-        ExchangeSite(
+        site = DoorSite(
             config.name,
-            load_identity(Path(config.identity)),
+            lambda: load_identity(Path(config.identity)),
+            lambda: entrance,
             lambda: Mortal(Site(config, resident), moments, path.parent),
-            invite,
-            config.folder / "exchange",
+            config.folder / "door",
+            ended=lambda: site.stop(),
             jitter=lambda: 0.01,
-        ).run()
+        )
+        site.run()
 
 
 @dataclass(frozen=True)
@@ -443,41 +527,54 @@ class Asked:
     """Bytes that it had received when it had all answers; None if it was killed."""
 
 
+class Joinable(Closing):
+    """The door of sites that a simulation has laid out, in this process.
+
+    Args:
+        sites: Their folder, with the roster.
+        configs: For each its TOML.
+    """
+
+    def __init__(self, configs: Sequence[Path]) -> None:
+        read = [read_config(path) for path in configs]
+        federation = federation_of({each.name: load_identity(Path(each.identity)) for each in read})
+        self.names = federation.roster.names
+        self.door = Door(lambda: CERTIFICATE, lambda: federation, "127.0.0.1:0")
+        self.address = self.door.address
+
+    def close(self) -> None:
+        """Close the door."""
+        self.door.close()
+
+
 class CoordinatorProcesses:
-    """A coordinator in a process of its own, which is killed at some moments and started again.
+    """A run in a process of its own, which is killed at some moments and started again; the door stays open.
 
     Args:
         folder: The run folder, created, and the spool beside it.
         sites: The folder of the sites, which has the roster.
+        door: The door.
         moments: For each of its processes but the last, when it is killed.
     """
 
-    def __init__(self, folder: Path, sites: Path, moments: list[Moment]) -> None:
+    def __init__(self, folder: Path, sites: Path, door: Door, moments: list[Moment]) -> None:
         self._folder = folder
         self._sites = sites
+        self._door = door
         self._moments = moments
-        self._changed = threading.Condition()
-        self._pipe: Connection | None = None
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
 
     def run(self) -> list[list[Asked]]:
         """Run to the end; what each process has asked for."""
         context = multiprocessing.get_context("forkserver")
         found: list[list[Asked]] = []
         for moment in (*self._moments, None):
-            near, far = context.Pipe()
             log = self._folder.with_name(f"asked-{len(found)}")
-            arguments = (self._folder, self._sites, self._address, CERTIFICATE, moment, log, far)
-            process = context.Process(target=_coordinate, args=arguments)
+            near, far = socket.socketpair()
+            process = context.Process(target=_coordinate, args=(self._folder, self._sites, far, moment, log))
             process.start()
             far.close()
-            with self._changed:
-                self._pipe = near
-                self._changed.notify_all()
+            self._door.serve(near)
             process.join(2 * WAIT_S)
-            with self._changed:
-                self._pipe = None
             assert process.exitcode == (0 if moment is None else -signal.SIGKILL)
             lines = [json.loads(line) for line in log.read_text().splitlines()]
             begun = {tuple(moment): before for moment, before, after in lines if after is None}
@@ -485,24 +582,13 @@ class CoordinatorProcesses:
             found.append([Asked(each, before, ended.get(each)) for each, before in begun.items()])
         return found
 
-    def invite(self) -> bytes:
-        """An invitation of the process that runs, or that will."""
-        with self._changed:
-            while True:
-                assert self._changed.wait_for(lambda: self._pipe is not None, WAIT_S)
-                assert self._pipe is not None
-                try:
-                    self._pipe.send(None)
-                    return self._pipe.recv_bytes()
-                except (EOFError, OSError):
-                    self._pipe = None
-
 
 class Watched:
     """A channel that notes what it is asked for, and is killed with its process when two sites have answered."""
 
-    def __init__(self, channel: ExchangeChannel, moment: Moment | None, log: Path) -> None:
-        self._channel = channel
+    def __init__(self, grid: DoorGrid, names: Sequence[str], moment: Moment | None, log: Path) -> None:
+        self._grid = grid
+        self._channel = GridChannel(grid, dict(enumerate(names, 1)))
         self._moment = moment
         self._log = log
 
@@ -521,40 +607,18 @@ class Watched:
         self._note(now, before, self._received())
 
     def _received(self) -> int:
-        return sum(site.received for site in self._channel.connected())
+        return sum(site.received for site in self._grid.connected())
 
     def _note(self, *line: Any) -> None:
         with self._log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _coordinate(
-    path: Path,
-    sites: Path,
-    address: str,
-    certificate: Certificate,
-    moment: Moment | None,
-    log: Path,
-    pipe: Connection,
-) -> None:
+def _coordinate(path: Path, sites: Path, far: socket.socket, moment: Moment | None, log: Path) -> None:
     with RunFolder.reopen(path) as folder:
         plan, roster = folder.plan, load_roster(sites / "roster.toml")
-        with ExchangeChannel(
-            "run",
-            certificate,
-            path.with_name("spool"),
-            sites=plan.cohort.sites,
-            most_bytes=most_bytes_of(plan, 10**5),
-            bind=address,
-            cards=roster.cards,
-        ) as channel:
-
-            def invite() -> None:
-                with contextlib.suppress(EOFError, OSError):
-                    while pipe.recv() is None:
-                        pipe.send_bytes(channel.invite().to_bytes())
-
-            threading.Thread(target=invite, daemon=True).start()
-            assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
-            run(folder, Watched(channel, moment, log), lambda _event: None, roster=roster)
-            channel.close(over=True)
+        most_bytes = most_bytes_of(plan, 10**5)
+        with DoorGrid(far, "run", path.with_name("spool"), roster.names, most_bytes) as grid:
+            assert grid.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
+            run(folder, Watched(grid, roster.names, moment, log), lambda _event: None, roster=roster)
+            grid.close(over=True)

@@ -57,7 +57,7 @@ from cloister.server.federation.app import GridChannel
 from cloister.server.record.progress import NotJoined
 from cloister.server.sum.channel import Failure, reply_in
 from cloister.server.sum.members import Members
-from cloister.simulations.engines.process import identify
+from cloister.server.door.carrier import identify
 from cloister.tests.parties.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
 SECRET = "patient 7 was seen in /data/ward-3"

@@ -23,7 +23,7 @@ from cloister.server.record.journal import FINISHED, Journal
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Event, Finished, Step
 from cloister.simulations import federation, site_losses
-from cloister.simulations.engines.process import identify
+from cloister.server.door.carrier import identify
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.tests.parties.federation import tiny
 from cloister.tests.tools.command import found, ran, set_options
