@@ -553,7 +553,7 @@ def _details(error: grpc.RpcError) -> str:
 
 def _error(error: grpc.RpcError) -> CloisterError:
     """What a call that failed says, as an error of its own class."""
-    reason = printable(error.details() or error.code().name)
+    reason = printable((error.details() or error.code().name).rpartition("last error: ")[2])
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return UntrustedError("server", reason, expected="a certificate of the federation's authority")
     kind = _REFUSED.get(error.code(), DoorError)

@@ -1,97 +1,222 @@
-"""A deployed site's stay on the exchange of one run at a time, with an exchange in this process."""
+"""The process of a deployed site: what a service manager sees of it, and what it uses without a restart."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloister.clients import deployed
-from cloister.clients.deployed import Stay
-from cloister.clients.setup.config import SiteConfig
-from cloister.protocol.identity.roster import new_identity, save_identity
-from cloister.protocol.messages.messages import Joined, Request
-from cloister.tests.parties.door_parties import WAIT_S, Answering, contribute, join_request, open_channel
+from cloister.clients.deployed import DeployedSite
+from cloister.clients.setup.enrolment import consider, install, make_request, make_rotation
+from cloister.protocol.errors import CertificateError, EngineError, RosterError, StorageError
+from cloister.protocol.identity.address import free_port, port_of
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.messages.messages import Joined
+from cloister.server.door.door import Door, ServerCertificate
+from cloister.server.federation.registry import Registry, Renewal, Terms
+from cloister.tests.parties.door_parties import WAIT_S, Answering, AtDoor, join_request
+from cloister.tests.tools.command import ran
+
+NOW = datetime.datetime.now(datetime.UTC)
+NAMES = ("north", "east", "south")
+
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+
+class Parties:
+    """A federation that is installed at three sites, and the first of them."""
+
+    def __init__(self, path: Path, days: int = 9, made: datetime.datetime = NOW) -> None:
+        self.folder, self.site = path / "north", path / "north" / "site.toml"
+        requests = [make_request(path / name, name, "a person", NOW.date())[0] for name in NAMES]
+        terms = Terms(name="oncology", door=f"127.0.0.1:{free_port()}", authority_days=days)
+        self.registry = Registry.create(path / "federation", terms, requests, made, durable=False)
+        if made == NOW:
+            self.install(self.registry.federation)
+
+    def install(self, federation: Federation) -> None:
+        install(consider(self.folder, federation, NOW), durable=False)
+
+    def door(self) -> Door:
+        """The door at the federation's address."""
+        folder, federation = self.registry.path, self.registry.federation
+        pem, key = ((folder / f"door.{kind}").read_bytes() for kind in ("pem", "key"))
+        shown = ServerCertificate(pem, key)
+        return Door(lambda: shown, lambda: federation, f"127.0.0.1:{port_of(federation.door)}")
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[list[bool]]:
+        """The site's process, as a thread; what `run` has returned is in the list at the end."""
+        stopped, done = threading.Event(), list[bool]()
+        site = DeployedSite(self.site)
+        thread = threading.Thread(target=lambda: done.append(site.run(stopped)))
+        thread.start()
+        try:
+            yield done
+        finally:
+            stopped.set()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Answering, Callable[[], SiteConfig]]:
-    """What answers instead of the site of a configuration, and the configuration."""
-    save_identity(new_identity(), tmp_path / "identity.pem")
-    config = SiteConfig(
-        name="site-1",
-        data="data.jsonl",
-        state=str(tmp_path / "state"),
-        identity=str(tmp_path / "identity.pem"),
-    )
-    answering = Answering()
-    monkeypatch.setattr(deployed, "Site", lambda *_args, **_options: answering)
-    return answering, lambda: config
+def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
+    """What answers instead of the site; it tries to connect often."""
+    found = Answering("north")
+    monkeypatch.setattr(deployed, "Site", lambda *_args, **_options: found)
+    monkeypatch.setattr(deployed, "_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("cloister.clients.network.door._LONGEST_S", 0.02)
+    return found
 
 
-def test_a_stay_ends_with_its_run_and_leaves_no_vector(
-    site: tuple[Answering, Callable[[], SiteConfig]], tmp_path: Path
+@pytest.fixture
+def parties(tmp_path: Path, answering: Answering) -> Parties:
+    return Parties(tmp_path)
+
+
+@pytest.fixture
+def probe(parties: Parties, capsys: pytest.CaptureFixture[str]) -> Callable[[str], dict[str, Any]]:
+    """What the probe finds, when its problem contains some words."""
+
+    def look(words: str) -> dict[str, Any]:
+        for _ in range(1000):
+            code, out, _ = ran(capsys, "status", str(parties.site), "--probe", "--json")
+            found: dict[str, Any] = json.loads(out)
+            assert code == (0 if found["well"] else 1)
+            if (words in found["problem"]) if words else found["well"]:
+                return found
+            threading.Event().wait(0.01)
+        raise AssertionError(found)
+
+    return look
+
+
+def test_the_probe_says_whether_the_coordinator_is_heard(
+    parties: Parties,
+    probe: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    answering, config = site
-    with open_channel(tmp_path) as channel:
-        stay = Stay(channel.invite(), config)
-        assert channel.wait_for(1, WAIT_S) == 1
-        assert list(channel.ask({1: contribute(answering.vector)}, WAIT_S, group="1"))
-        assert list((config().folder / "exchange" / stay.run).iterdir()), (
-            "the model is kept for the next round"
-        )
-        channel.close(over=True)
-    stay.wait(WAIT_S)
-    assert stay.over
-    assert not (config().folder / "exchange" / stay.run).exists()
+    probe("does not run")
+    with parties.started() as done:
+        assert probe("has not been heard")["contact_s"] is None
+        with parties.door() as door:
+            assert set(probe("")) == {"well", "problem", "pid", "connected", "contact_s", "run"}
+            with AtDoor(tmp_path / "run", door=door, names=NAMES, run="abc") as run:
+                assert run.wait_for(1, WAIT_S) == 1
+                assert list(run.ask({1: join_request()}, WAIT_S, group="1")) == [(1, Joined("north"))]
+                while probe("")["run"] != "abc":
+                    pass
+                assert "in run abc" in ran(capsys, "status", str(parties.site))[1]
+                run.close(over=True)
+                while probe("")["run"]:
+                    pass
+        assert probe("has not been heard for")["contact_s"] < WAIT_S
+    assert done == [True]
+    probe("does not run")
 
 
-def test_a_new_invitation_is_used_at_once_when_the_coordinator_was_started_again(
-    site: tuple[Answering, Callable[[], SiteConfig]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_coordinator_that_is_silent_for_minutes_is_a_problem(
+    parties: Parties, probe: Callable[[str], dict[str, Any]]
 ) -> None:
-    """The site does not sit out the wait before it tries an older invitation again, which is made endless here."""
-    _, config = site
-    monkeypatch.setattr("cloister.clients.network.door._FIRST_S", 1000.0)
-    monkeypatch.setattr("cloister.clients.network.door._LONGEST_S", 1000.0)
-    with open_channel(tmp_path / "first") as channel:
-        stay = Stay(channel.invite(), config)
-        assert channel.wait_for(1, WAIT_S) == 1
-    ended = threading.Event()
-    while stay.connected:
-        ended.wait(0.01)
-    with open_channel(tmp_path / "second") as channel:
-        stay.invite(channel.invite())
-        assert channel.wait_for(1, WAIT_S) == 1
-        assert next(iter(channel.ask({1: join_request()}, WAIT_S, group="1")))[1] == Joined("site-1")
-        stay.end(WAIT_S)
-    assert stay.over
+    seen = {"pid": 1, "connected": True, "contact_s": 180.0, "run": ""}
+    (parties.folder / "state").mkdir()
+    heartbeat = parties.folder / "state" / "heartbeat.json"
+    heartbeat.write_text(json.dumps(seen))
+    probe("")
+    heartbeat.write_text(json.dumps(seen | {"contact_s": 181.0}))
+    probe("has not been heard for 181 s")
 
 
-def test_a_stay_that_is_ended_while_it_works_is_not_over_before_the_work_is(
-    site: tuple[Answering, Callable[[], SiteConfig]], tmp_path: Path
+def test_a_version_that_is_installed_is_used_without_a_restart(parties: Parties, tmp_path: Path) -> None:
+    """The door has moved, and the site has a new key."""
+    with parties.started():
+        with parties.door() as door, AtDoor(tmp_path / "1", door=door, names=NAMES) as run:
+            assert run.wait_for(1, WAIT_S) == 1
+        rotation, _ = make_rotation(parties.folder, NOW.date())
+        moved = parties.registry.renew(Renewal(door=f"127.0.0.1:{free_port()}"), NOW)
+        parties.registry = moved.publish(moved.federation.approving([rotation]))
+        with parties.door() as door, AtDoor(tmp_path / "2", door=door, names=NAMES) as run:
+            assert run.wait_for(1, 0.1) == 0
+            parties.install(moved.federation)
+            parties.install(parties.registry.federation)
+            assert run.wait_for(1, WAIT_S) == 1
+
+
+def test_a_site_that_is_stopped_while_it_works_says_so(
+    parties: Parties, answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answering, config = site
+    """Its process ends at once then: it is asked again when it is back."""
+    monkeypatch.setattr(deployed, "_END_S", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
-    def hold(_request: Request) -> None:
+    def hold(_request: object) -> None:
         begun.set()
         assert go_on.wait(WAIT_S)
 
     answering.during = hold
-    with open_channel(tmp_path) as channel:
-        stay = Stay(channel.invite(), config)
-        assert channel.wait_for(1, WAIT_S) == 1
-        asking = threading.Thread(target=lambda: list(channel.ask({1: join_request()}, WAIT_S, group="1")))
-        asking.start()
-        assert begun.wait(WAIT_S)
-        stay.end(0.0)
-        assert stay.leaving
-        assert not stay.over
+    before = set(threading.enumerate())
+    with parties.door() as door, AtDoor(tmp_path / "run", door=door, names=NAMES) as run:
+        with parties.started() as done:
+            assert run.wait_for(1, WAIT_S) == 1
+
+            def ask() -> None:
+                with contextlib.suppress(EngineError):  # the run ends
+                    list(run.ask({1: join_request()}, WAIT_S, group="1"))
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            assert begun.wait(WAIT_S)
+        assert done == [False]
         go_on.set()
-        stay.end(WAIT_S)
-        assert stay.over
-        channel.close()
-        asking.join(WAIT_S)
-        assert not asking.is_alive()
+    asking.join(WAIT_S)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+
+
+def test_a_site_that_is_at_the_door_no_more_ends_as_a_failure(
+    parties: Parties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a defect; its service manager starts it again."""
+    monkeypatch.setattr("cloister.clients.network.door.DoorSite.run", lambda _site: None)
+    with pytest.raises(EngineError, match="connection"):
+        DeployedSite(parties.site).run(threading.Event())
+
+
+def test_a_site_that_is_not_set_up_does_not_start(tmp_path: Path, answering: Answering) -> None:
+    parties = Parties(tmp_path / "1", made=NOW - datetime.timedelta(days=30))
+    with pytest.raises(RosterError, match="site install"):
+        DeployedSite(parties.site)
+    parties = Parties(tmp_path / "2")
+    with parties.started(), pytest.raises(StorageError, match="no other process"):
+        DeployedSite(parties.site)
+    (parties.folder / "identity.pem").chmod(0o644)
+    with pytest.raises(RosterError, match="chmod 600"):
+        DeployedSite(parties.site)
+    (parties.folder / "identity.pem").chmod(0o600)
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            deployed.datetime, "datetime", type("Later", (), {"now": staticmethod(lambda _: later)})
+        )
+        with pytest.raises(CertificateError, match="authority"):
+            DeployedSite(parties.site)
+
+
+def test_a_probe_of_a_site_is_light(parties: Parties) -> None:
+    """It is run every minute: torch and Flower, which take seconds to import, stay out."""
+    code = "import sys, cloister.cli.main as main\n"
+    code += "main.main(['status', sys.argv[1], '--probe'])\n"
+    code += "print([name for name in ('flwr', 'torch', 'grpc', 'transformers') if name in sys.modules])"
+    command = [sys.executable, "-c", code, str(parties.site)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["its process does not run", "[]"]

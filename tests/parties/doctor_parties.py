@@ -9,15 +9,14 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from cloister.protocol.identity.address import free_port
+from cloister.protocol.identity.address import free_port, port_of
 from cloister.protocol.identity.certificates import certificate_to_pem, issue, key_from_pem
+from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.registry import Registry
 from cloister.simulations.rehearsal.provision import PROVISION, provision
 from cloister.tests.tools.command import ran
@@ -92,35 +91,30 @@ def says(answer: bytes) -> Handle:
 
 
 class Rehearsal:
-    """A federation on loopback, with a SuperLink that has no fault.
+    """A federation on loopback.
 
     Args:
         path: Its folder.
         capsys: Captures what the commands print.
-        exchange: HOST:PORT of the exchange.
-        superlink: HOST:PORT of the SuperLink; empty: one is started.
+        door: HOST:PORT of its door; empty: a free port of loopback.
         made: When the federation is made.
-        days: Days for which the servers' certificates are valid.
+        days: Days for which the door's certificate is valid.
     """
 
     def __init__(
         self,
         path: Path,
         capsys: pytest.CaptureFixture[str],
+        door: str = "",
         *,
-        exchange: str = "",
-        superlink: str = "",
         made: datetime.datetime = NOW,
         days: int = 398,
     ) -> None:
         self.capsys = capsys
-        self.exchange = exchange or f"127.0.0.1:{free_port()}"
-        self.superlink = superlink or f"127.0.0.1:{free_port()}"
-        self._serving = not superlink
+        self.door = door or f"127.0.0.1:{free_port()}"
         sites = "".join(f'[[site]]\nname = "{name}"\ncontact = "test"\n' for name in (SITE, "north"))
-        text = f'name = "oncology"\nsuperlink = "{self.superlink}"\nexchange = "{self.exchange}"\n'
         settings = path.with_suffix(".toml")
-        settings.write_text(f"{text}certificate_days = {days}\n{sites}")
+        settings.write_text(f'name = "oncology"\ndoor = "{self.door}"\ncertificate_days = {days}\n{sites}')
         provision(PROVISION.load(settings), path, made)
         self.coordinator = path / "coordinator"
         self.folder = path / "sites" / SITE
@@ -131,48 +125,32 @@ class Rehearsal:
         """The coordinator's folder."""
         return Registry.open(self.coordinator)
 
-    @property
-    def authority(self) -> Path:
-        """The certificate that the site has installed."""
-        (found,) = self.folder.glob("federation/*/authority.pem")
-        return found
-
     def reissue(self, names: list[str], made: datetime.datetime = NOW, days: int = 398) -> None:
-        """Replace the certificate of the SuperLink."""
+        """Replace the certificate of the door."""
         folder, registry = self.coordinator, self.registry
         authority, own = (
-            key_from_pem((folder / f"{name}.key").read_bytes(), name) for name in ("authority", "superlink")
+            key_from_pem((folder / f"{name}.key").read_bytes(), name) for name in ("authority", "door")
         )
         certificate = issue(registry.certificate("authority"), authority, own, names, made, days)
-        (folder / "superlink.pem").write_bytes(certificate_to_pem(certificate))
+        (folder / "door.pem").write_bytes(certificate_to_pem(certificate))
 
-    def serves(self, server: str = "exchange", protocols: tuple[str, ...] = ("h2",)) -> Listener:
-        """A TLS server with the SuperLink's certificate, at the address of a server."""
-        pem, key = (self.coordinator / f"superlink.{kind}" for kind in ("pem", "key"))
-        return Listener(tls(pem, key, protocols), int(getattr(self, server).rpartition(":")[2]))
+    def serves(self, protocols: tuple[str, ...] = ("h2",)) -> Listener:
+        """A TLS server with the door's certificate at its address."""
+        pem, key = (self.coordinator / f"door.{kind}" for kind in ("pem", "key"))
+        return Listener(tls(pem, key, protocols), port_of(self.door))
 
-    @contextlib.contextmanager
-    def answers(self, words: str = "unknown key", bind: str = "") -> Iterator[None]:
-        """A SuperLink that refuses each SuperNode with these words."""
+    def answers(self) -> Door:
+        """The door; a context manager."""
 
-        def refuse(_request: bytes, context: grpc.ServicerContext) -> None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
+        def certificate() -> ServerCertificate:
+            pem, key = ((self.coordinator / f"door.{kind}").read_bytes() for kind in ("pem", "key"))
+            return ServerCertificate(pem, key)
 
-        pull = {"PullMessages": grpc.unary_unary_rpc_method_handler(refuse)}
-        server = grpc.server(ThreadPoolExecutor(1))
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("flwr.proto.Fleet", pull),))
-        key, pem = ((self.coordinator / f"superlink.{kind}").read_bytes() for kind in ("key", "pem"))
-        server.add_secure_port(bind or self.superlink, grpc.ssl_server_credentials([(key, pem)]))
-        server.start()
-        try:
-            yield
-        finally:
-            server.stop(0).wait()
+        return Door(certificate, lambda: self.registry.federation, f"127.0.0.1:{port_of(self.door)}")
 
     def doctor(self, *options: str, code: int | None = None) -> Report:
         """What the doctor finds at the site."""
-        with self.answers() if self._serving else contextlib.nullcontext():
-            return self.report(str(self.site), *options, code=code)
+        return self.report(str(self.site), *options, code=code)
 
     def report(self, path: str, *options: str, code: int | None = None) -> Report:
         """What the doctor finds at a party; without the JSON it prints the same."""

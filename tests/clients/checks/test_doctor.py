@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.hashes import SHA256
 
 from cloister.aggregation.sums import Sums
 from cloister.clients.checks.doctor import site_bytes
-from cloister.clients.network.proxy import proxy_of_supernode
-from cloister.protocol.identity.address import free_port
-from cloister.protocol.identity.invitation import fingerprint_of
+from cloister.protocol.identity.address import free_port, port_of
+from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.plan.soundness import parse
-from cloister.server.door.certificate import new_certificate
 from cloister.server.federation.doctor import coordinator_bytes
 from cloister.server.federation.registry import Renewal
 from cloister.tests.parties.doctor_parties import (
@@ -32,7 +31,7 @@ from cloister.tests.parties.doctor_parties import (
     says,
     tls,
 )
-from cloister.tests.parties.door_parties import Relay, open_channel
+from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import lone_refusal, ran
 
 SOON = ("--timeout", "1")
@@ -54,12 +53,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Make:
     """Makes a federation."""
-    return lambda **options: Rehearsal(tmp_path / "parties", capsys, **options)
+    return lambda *given, **options: Rehearsal(tmp_path / "parties", capsys, *given, **options)
 
 
 @pytest.fixture
 def parties(make: Make) -> Rehearsal:
-    """A federation, whose exchange is not served."""
+    """A federation, whose door is not served."""
     return make()
 
 
@@ -72,29 +71,27 @@ def edited(path: Path, old: str, new: str) -> None:
 # Without a fault
 
 
+WAY = ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN", "door")
+"""The hops to the door."""
+
+
 def test_every_hop_is_checked(parties: Rehearsal) -> None:
-    with parties.serves("exchange"):
+    with parties.answers():
         report = parties.doctor(code=0)
-    assert list(report.hops) == [
-        *("federation", "keys", "releases", "disk", "devices"),
-        *(f"superlink {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN", "clock")),
-        *(f"exchange {hop}" for hop in ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN")),
-    ]
+    assert list(report.hops) == ["federation", "keys", "releases", "disk", "devices", *WAY]
     assert report.states(*report.hops) == {"ok"}
 
 
 def test_all_of_it_goes_through_a_proxy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host of the addresses resolves nowhere but at the proxy."""
+    """The host of the address resolves nowhere but at the proxy."""
     port = free_port()
-    parties = make(superlink=f"fl.invalid:{free_port()}", exchange=f"fl.invalid:{port}")
-    bind = f"127.0.0.1:{port}"
-    with parties.answers(bind=bind), Relay(bind, proxy=True) as relay:
+    parties = make(f"fl.invalid:{port}")
+    with parties.answers(), Relay(f"127.0.0.1:{port}", proxy=True) as relay:
         monkeypatch.setenv("https_proxy", f"http://name:word@{relay.address}")
         report = parties.doctor(code=0)
     assert "word" not in str(report.found)
     assert report.states(*report.hops) == {"ok"}
-    asked = {f"CONNECT {parties.exchange} HTTP/1.1", f"CONNECT {parties.superlink} HTTP/1.1"}
-    assert set(relay.connects) == asked
+    assert relay.connects == 2 * [f"CONNECT {parties.door} HTTP/1.1"]
 
 
 def test_the_text_fits_a_small_terminal_and_repeats_the_first_failure(
@@ -105,11 +102,11 @@ def test_the_text_fits_a_small_terminal_and_repeats_the_first_failure(
     assert (code, err) == (1, "")
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == f"site {SITE}: 18 hops; it waits at most 15 s for others"
+    assert lines[0] == f"site {SITE}: 12 hops; it waits at most 8 s for others"
     at = next(index for index, line in enumerate(lines) if line.startswith("failed "))
     failed, fix = lines[at], lines[at + 1]
-    assert failed.split()[1:3] == ["superlink", "TCP"]
-    assert lines[-2] == f"first failure: superlink TCP: {failed.split('  ', 2)[-1].split('  ')[-1]}"
+    assert failed.split()[1] == "TCP"
+    assert lines[-2] == f"first failure: TCP: {failed.split('  ', 2)[-1].split('  ')[-1]}"
     assert lines[-1] == fix.strip()
 
 
@@ -122,23 +119,8 @@ def test_1_no_federation_is_installed(parties: Rehearsal) -> None:
     parties.site.write_text("\n".join(kept))
     report = parties.doctor()
     assert "cloister site install" in report.fault("federation")
-    assert report.states("keys", "superlink DNS", "superlink clock", "exchange TLS") == {"skipped"}
+    assert report.states("keys", *WAY) == {"skipped"}
     assert report.states("releases", "disk", "devices") == {"ok"}
-
-
-def test_2_the_certificate_of_the_authority_is_missing(parties: Rehearsal) -> None:
-    authority = parties.authority
-    authority.unlink()
-    fault = parties.doctor().fault("federation")
-    assert str(authority) in fault
-    assert "cloister site install" in fault
-
-
-def test_3_the_certificate_of_the_authority_is_another(parties: Rehearsal) -> None:
-    shutil.copy(parties.coordinator / "superlink.pem", parties.authority)
-    fault = parties.doctor().fault("federation")
-    assert "that of the installed federation" in fault
-    assert "cloister site install" in fault
 
 
 def test_4_the_site_is_no_member(parties: Rehearsal) -> None:
@@ -152,9 +134,8 @@ def test_5_a_key_can_be_read_by_others(parties: Rehearsal) -> None:
     assert f"chmod 600 {key}" in parties.doctor().fault("keys")
 
 
-@pytest.mark.parametrize("name", ["identity.pem", "supernode.key"])
-def test_6_a_key_is_that_of_another_site(parties: Rehearsal, name: str) -> None:
-    shutil.copy(parties.folder.parent / "north" / name, parties.folder / name)
+def test_6_the_key_is_that_of_another_site(parties: Rehearsal) -> None:
+    shutil.copy(parties.folder.parent / "north" / "identity.pem", parties.folder)
     fault = parties.doctor().fault("keys")
     assert "the key that the installed federation has for this site" in fault
     assert "backup" in fault
@@ -221,20 +202,17 @@ def test_10_the_mesh_has_more_ranks_than_devices(parties: Rehearsal, monkeypatch
 
 
 def test_11_a_name_does_not_resolve(make: Make) -> None:
-    report = make(exchange="no-such-host.invalid:9443").doctor(*SOON)
-    fault = report.fault("exchange DNS")
+    report = make("no-such-host.invalid:9443").doctor(*SOON)
+    fault = report.fault("DNS")
     assert "'no-such-host.invalid'" in fault
     assert "your DNS" in fault
-    for hop in ("exchange TCP", "exchange TLS"):
-        assert report.hops[hop] == {"hop": hop, "state": "skipped", "what": "exchange DNS failed", "fix": ""}
+    for hop in ("TCP", "TLS", "door"):
+        assert report.hops[hop] == {"hop": hop, "state": "skipped", "what": "DNS failed", "fix": ""}
 
 
 def test_12_nothing_listens(parties: Rehearsal) -> None:
-    """No run goes on; or the coordinator was not started."""
-    report = parties.doctor(code=0)
-    assert "while no run goes on" in report.hops["exchange TCP"]["what"]
-    assert report.states("exchange TCP", "exchange TLS") == {"skipped"}
-    fault = parties.report(str(parties.site)).fault("superlink TCP")
+    """The coordinator was not started."""
+    fault = parties.doctor().fault("TCP")
     assert "Connection refused" in fault
     assert "cloister coordinator start" in fault
 
@@ -242,15 +220,10 @@ def test_12_nothing_listens(parties: Rehearsal) -> None:
 def test_13_a_firewall_drops_the_connection(make: Make) -> None:
     with crowded() as address:
         began = time.monotonic()
-        fault = make(exchange=address).doctor(*SOON).fault("exchange TCP")
-        assert time.monotonic() - began < 15  # as the command says
+        fault = make(address).doctor(*SOON).fault("TCP")
+        assert time.monotonic() - began < 8  # as the command says
     assert "no answer within 1 s" in fault
     assert f"let TCP port {address.rpartition(':')[2]} out" in fault
-
-
-def through(monkeypatch: pytest.MonkeyPatch, proxy: str, *, superlink: bool = False) -> None:
-    monkeypatch.setenv("https_proxy", proxy)
-    monkeypatch.setenv("no_grpc_proxy", "" if superlink else "127.0.0.1")  # the SuperLink is reached directly
 
 
 @pytest.mark.parametrize(
@@ -267,48 +240,35 @@ def test_14_the_proxy_does_not_connect(
     parties: Rehearsal, monkeypatch: pytest.MonkeyPatch, proxy: str, answer: bytes, expected: str
 ) -> None:
     with Listener(says(answer)) as server:
-        through(monkeypatch, proxy.format(server.address))
-        fault = parties.doctor().fault("exchange CONNECT")
+        monkeypatch.setenv("https_proxy", proxy.format(server.address))
+        fault = parties.doctor().fault("CONNECT")
     assert expected in fault
     assert answer.split(b"\r\n")[0].decode() in fault
     assert "wrong" not in fault
 
 
-def test_14_the_proxy_does_not_reach(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no fault of the exchange, which listens only while a run goes on."""
+def test_14_the_proxy_does_not_reach(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener(says(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")) as server:
-        through(monkeypatch, f"http://{server.address}", superlink=True)
-        report = make(superlink="fl.invalid:9092").doctor()
-    assert "cloister coordinator start" in report.fault("superlink CONNECT")
-    found = report.hops["exchange CONNECT"]
-    assert (found["state"], "502 Bad Gateway: nothing listens" in found["what"]) == ("skipped", True)
+        monkeypatch.setenv("https_proxy", f"http://{server.address}")
+        fault = parties.doctor().fault("CONNECT")
+    assert "502 Bad Gateway" in fault
+    assert "cloister coordinator start" in fault
 
 
 def test_15_the_proxy_is_not_there(parties: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    through(monkeypatch, f"127.0.0.1:{free_port()}")
-    fault = parties.doctor().fault("exchange TCP")
+    monkeypatch.setenv("HTTPS_PROXY", f"me:secret@127.0.0.1:{free_port()}")
+    fault = parties.doctor().fault("TCP")
     assert fault.startswith("proxy is ")
     assert "correct HTTPS_PROXY" in fault
+    assert "secret" not in fault
 
 
 def test_16_the_proxy_is_of_a_kind_that_grpc_cannot_use(
     parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for proxy in ("socks5://127.0.0.1:1080", "https://127.0.0.1:3128", "http://127.0.0.1"):
-        through(monkeypatch, proxy)
-        assert "http://HOST:PORT" in parties.doctor().fault("exchange proxy")
-
-
-def test_17_the_proxy_of_the_supernode_is_not_there(
-    parties: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is named in capitals, which `site start` passes on; 127.0.0.1 needs none, and a name does."""
-    monkeypatch.setenv("HTTPS_PROXY", f"http://me:secret@127.0.0.1:{free_port()}")
-    assert proxy_of_supernode("127.0.0.1") is None
-    assert proxy_of_supernode("fl.example.org") == os.environ["HTTPS_PROXY"]
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    assert proxy_of_supernode("fl.example.org") is None
-    assert "secret" not in parties.doctor(*SOON).fault("exchange TCP")
+        monkeypatch.setenv("https_proxy", proxy)
+        assert "http://HOST:PORT" in parties.doctor().fault("proxy")
 
 
 @pytest.mark.parametrize("spared", ["fl.invalid", ".invalid", "example.org, fl.invalid"])
@@ -317,9 +277,7 @@ def test_18_a_host_without_proxy_is_asked_for_in_dns(
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", spared)
-    report = make(superlink="fl.invalid:9092", exchange="fl.invalid:9443").doctor(*SOON)
-    assert "HTTPS_PROXY" in report.fault("superlink DNS")
-    assert report.states("superlink DNS", "exchange DNS") == {"failed"}
+    assert "HTTPS_PROXY" in make("fl.invalid:9443").doctor(*SOON).fault("DNS")
 
 
 # Faults of TLS
@@ -328,8 +286,8 @@ def test_18_a_host_without_proxy_is_asked_for_in_dns(
 def test_19_a_server_accepts_and_says_nothing(make: Make) -> None:
     with Listener() as server:
         began = time.monotonic()
-        fault = make(exchange=server.address).doctor(*SOON).fault("exchange TLS")
-        assert time.monotonic() - began < 15  # as the command says
+        fault = make(server.address).doctor(*SOON).fault("TLS")
+        assert time.monotonic() - began < 8  # as the command says
     assert "not silence" in fault
     assert "ask the coordinator what listens there" in fault
 
@@ -341,7 +299,7 @@ def test_19_a_server_accepts_and_says_nothing(make: Make) -> None:
 )
 def test_20_a_server_without_tls(make: Make, answer: bytes, expected: str) -> None:
     with Listener(says(answer)) as server:
-        assert expected in make(exchange=server.address).doctor(*SOON).fault("exchange TLS")
+        assert expected in make(server.address).doctor(*SOON).fault("TLS")
 
 
 def test_21_a_certificate_of_another_authority(
@@ -349,11 +307,11 @@ def test_21_a_certificate_of_another_authority(
 ) -> None:
     """Also one with the same name: a federation that was made again."""
     other = Rehearsal(tmp_path / "other", capsys).coordinator
-    with Listener(tls(other / "superlink.pem", other / "superlink.key")) as server:
-        parties = make(exchange=server.address)
-        fault = parties.doctor().fault("exchange TLS")
+    with Listener(tls(other / "door.pem", other / "door.key")) as server:
+        fault = make(server.address).doctor().fault("TLS")
     assert "oncology authority" in fault
-    assert fingerprint_of((other / "superlink.pem").read_bytes()).hex() in fault
+    shown = read_certificate((other / "door.pem").read_bytes(), "the door's")
+    assert shown.fingerprint(SHA256()).hex() in fault
     assert "unopened" in fault
 
 
@@ -375,47 +333,21 @@ def test_22_a_certificate_that_is_not_valid(
     parties: Rehearsal, names: list[str], made: datetime.datetime, days: int, expected: tuple[str, ...]
 ) -> None:
     parties.reissue(names, made, days)
-    fault = parties.doctor().fault("superlink TLS")
+    with parties.answers():
+        fault = parties.doctor().fault("TLS")
     assert all(words in fault for words in expected), fault
 
 
 def test_23_no_http2(parties: Rehearsal) -> None:
     with parties.serves(protocols=()):
-        fault = parties.doctor().fault("exchange ALPN")
+        fault = parties.doctor().fault("ALPN")
     assert "expected h2" in fault
     assert "let TCP through" in fault
 
 
-# Faults of the clock
-
-
-def test_27_the_superlink_refuses_the_clock(parties: Rehearsal) -> None:
-    with parties.answers("Invalid timestamp"):
-        assert "by NTP" in parties.report(str(parties.site)).fault("superlink clock")
-    with parties.serves("superlink"):
-        report = parties.report(str(parties.site), *SOON, code=0)
-    assert report.hops["superlink clock"]["what"] == "the SuperLink does not answer"
-    assert report.states("superlink clock") == {"skipped"}
-
-
-# While a run goes on
-
-
-def test_a_run_is_no_fault(parties: Rehearsal, tmp_path: Path) -> None:
-    """The doctor cannot verify its certificate, and says so."""
-    with open_channel(tmp_path, bind=parties.exchange, certificate=new_certificate(["any"])):
-        report = parties.doctor(code=0)
-    assert report.states("exchange TLS", "exchange ALPN") == {"skipped"}
-    assert "serves a run, if its coordinator says so" in report.hops["exchange TLS"]["what"]
-
-
-def test_a_superlink_with_a_certificate_of_its_own_is_a_fault(make: Make, tmp_path: Path) -> None:
-    made = new_certificate(["127.0.0.1"])
-    for kind, content in (("pem", made.pem), ("key", made.key)):
-        (tmp_path / f"own.{kind}").write_bytes(content)
-    with Listener(tls(tmp_path / "own.pem", tmp_path / "own.key")) as server:
-        parties = make(superlink=server.address)
-        assert "has signed" in parties.doctor().fault("superlink TLS")
+def test_24_another_server_with_the_certificate(parties: Rehearsal) -> None:
+    with parties.serves():
+        assert "cloister coordinator start" in parties.doctor(*SOON).fault("door")
 
 
 # At the coordinator
@@ -425,31 +357,25 @@ def coordinator(parties: Rehearsal, *options: str) -> Report:
     return parties.report(str(parties.coordinator), *options)
 
 
-def test_the_coordinator_checks_itself(parties: Rehearsal, tmp_path: Path) -> None:
+def test_the_coordinator_checks_itself(parties: Rehearsal) -> None:
     report = coordinator(parties)
     assert report.code == 0
-    hops = ["federation", "certificates", "releases", "disk"]
-    hops += [f"{server} {hop}" for server in ("superlink", "exchange") for hop in ("DNS", "port")]
-    assert list(report.hops) == hops
-    with parties.serves("superlink"):
+    assert list(report.hops) == ["federation", "certificates", "releases", "disk", "DNS", "port"]
+    with parties.answers():
         report = coordinator(parties)
-        assert report.code == 0
-        assert "is served with" in report.hops["superlink port"]["what"]
-    with open_channel(tmp_path, bind=parties.exchange):
-        assert coordinator(parties).states("exchange port") == {"skipped"}
+    assert report.code == 0
+    assert "is served with" in report.hops["port"]["what"]
 
 
 def test_31_a_port_is_taken(parties: Rehearsal) -> None:
-    with Listener(says(b""), int(parties.superlink.rpartition(":")[2])):
-        assert "ss -ltnp" in coordinator(parties).fault("superlink port")
-    with parties.serves("exchange"):
-        assert "ss -ltnp" in coordinator(parties).fault("exchange port")
+    with Listener(says(b""), port_of(parties.door)):
+        assert "ss -ltnp" in coordinator(parties).fault("port")
 
 
-def test_32_a_server_has_its_old_certificate(parties: Rehearsal) -> None:
+def test_32_a_certificate_that_is_renewed_is_served_at_once(parties: Rehearsal) -> None:
     with parties.answers():
         parties.registry.renew(Renewal(), NOW)
-        assert "start it again" in coordinator(parties).fault("superlink port")
+        assert coordinator(parties).code == 0
 
 
 def test_33_a_certificate_of_the_coordinator_has_expired(make: Make) -> None:
@@ -472,12 +398,12 @@ def test_36_a_version_is_missing(parties: Rehearsal) -> None:
     parties.registry.file.unlink()
     report = coordinator(parties)
     assert "backup" in report.fault("federation")
-    assert report.states("certificates", "exchange DNS", "exchange port") == {"skipped"}
+    assert report.states("certificates", "DNS", "port") == {"skipped"}
 
 
 def test_37_the_own_name_does_not_resolve(make: Make) -> None:
-    report = coordinator(make(superlink="fl.invalid:9092", exchange=f"fl.invalid:{free_port()}"), *SOON)
-    assert "cloister coordinator renew" in report.fault("superlink DNS")
+    report = coordinator(make(f"fl.invalid:{free_port()}"), *SOON)
+    assert "cloister coordinator renew" in report.fault("DNS")
 
 
 # Wrong usage, and figures
