@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -61,6 +61,14 @@ def told(*command: str) -> dict[str, Any]:
     found = json.loads(printed.getvalue().splitlines()[-1])
     assert isinstance(found, dict)
     return found
+
+
+def wait_for(seen: Callable[[], object]) -> None:
+    """Wait until something is seen."""
+    until, look = time.monotonic() + WAIT_S, threading.Event()
+    while not seen():
+        assert time.monotonic() < until
+        look.wait(0.1)
 
 
 FEWER = ("cohort.sites=3", "run.rounds=2")
@@ -250,17 +258,16 @@ def test_a_second_process_of_a_site_or_coordinator_is_refused(
 @pytest.mark.slow
 def test_a_site_stays_that_cannot_show_that_it_is_alive(rehearsed: Rehearsed) -> None:
     """As on a full disk. It would be away for the length of a deadline, where others wait for what it could refuse."""
-    site, look = rehearsed.sites()[0], threading.Event()
+    site = rehearsed.sites()[0]
     shown, log = heartbeat_path(read_config(site)), site.parent / "site.log"
     while not shown.is_dir():
         shown.unlink(missing_ok=True)
         with contextlib.suppress(FileExistsError):  # it was shown between
             shown.mkdir()
-    until = time.monotonic() + WAIT_S
-    while not re.search("WARNING.*heartbeat.json: expected a disk that accepts the write", log.read_text()):
-        assert time.monotonic() < until
-        look.wait(0.05)
+    refused = "WARNING.*heartbeat.json: expected a disk that accepts the write"
+    wait_for(lambda: re.search(refused, log.read_text()))
     shown.rmdir()
+    wait_for(lambda: told("status", str(site))["well"])
     assert not rehearsed.ended
 
 
@@ -278,12 +285,8 @@ def test_a_site_that_is_removed_is_disconnected_and_stays_out(rehearsed: Rehears
     """The last test of the rehearsal: it has a site less then."""
     removed, *others = rehearsed.sites()
     told("coordinator", "remove", removed.parent.name, str(rehearsed.federation))
-    until, look = time.monotonic() + WAIT_S, threading.Event()
-    log = removed.parent / "site.log"
-    while not [line for line in messages(log) if "a site of the federation" in line["message"]]:
-        assert time.monotonic() < until, log.read_text()
-        look.wait(0.1)
-    assert main(["status", "--probe", str(removed)]) == 1
+    wait_for(lambda: main(["status", "--probe", str(removed)]))
+    wait_for(lambda: "expected a site of the federation" in (removed.parent / "site.log").read_text())
     assert all(told("status", str(site))["connected"] for site in others)
     assert not rehearsed.ended
 
