@@ -122,6 +122,9 @@ def _start(arguments: argparse.Namespace) -> int:
     from cloister.cli.verbs.logs import log_to_stderr
 
     log_to_stderr(arguments.log_format, {})
+    from cloister.server.door.process import prepare
+
+    prepare()
     from cloister.server.federation.coordinator import Coordinator
 
     coordinator = Coordinator(
@@ -146,7 +149,6 @@ def _run(arguments: argparse.Namespace) -> int:
     so that what it prints can be typed.
     """
     import logging
-    import resource
     import socket
     import threading
 
@@ -156,6 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
     known: dict[str, object] = {}
     log_to_stderr(arguments.log_format, known)
     log = logging.getLogger("cloister")
+    from cloister.server.door.process import allow_files
     from cloister.server.federation.deployed import coordinate
     from cloister.server.federation.registry import Registry
     from cloister.server.record.events import to_json
@@ -164,10 +167,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from cloister.server.record.journal import CREATED
     from cloister.server.record.progress import Event, RoundStarted
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # each upload that waits to be summed is an open file
+    allow_files()  # each upload that waits to be summed is an open file
     one_at_a_time = threading.Lock()
 
     def observe(event: Event) -> None:

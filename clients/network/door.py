@@ -121,8 +121,11 @@ class _Session:
 
 @dataclass
 class _Requests:
-    """The coordinator's requests, one at a time."""
+    """What the coordinator has said: its requests, one at a time."""
 
+    heard_at: float = -math.inf
+    run: str = ""
+    """Label of the run that is under way, as far as the site knows."""
     newest: pb.Letter | None = None
     """The newest one, until its handling begins."""
     handled: bytes = b""
@@ -135,16 +138,21 @@ class _Requests:
     """Whether their run has ended, and its vectors are still there."""
 
     def heard(self, said: pb.ToSite) -> None:
-        """Note a request, that its reply was taken, or that the run has ended."""
+        """Note a message."""
+        self.heard_at = time.monotonic()
         match said.WhichOneof("said"):
+            case "welcome":
+                self.run = said.welcome.run
             case "request":
+                self.run = said.request.run
                 # One that is handled is sent again in a new session; after `taken` it is asked once more.
                 if said.request.id != self.handled or said.request.id == self.taken:
                     self.newest = said.request
             case "taken":
                 self.taken, self.unasked = said.taken.id, said.taken.unasked
             case "over":
-                self.newest, self.over = None, True
+                _log.info("run %s: over", self.run, extra={"run": self.run})
+                self.newest, self.over, self.run = None, True, ""
 
     def begin(self) -> pb.Letter | None:
         """The newest request, which is handled from now on."""
@@ -180,10 +188,6 @@ class DoorSite:
         explain: Callable[[Exception], str] = reticent,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.5),
     ) -> None:
-        self.heard_at = -math.inf
-        """When the coordinator was heard last in a session that it had welcomed (`time.monotonic`)."""
-        self.run_label = ""
-        """The run that is under way; empty: none is, as far as the site knows."""
         self._name = name
         self._identity = identity
         self._entrance = entrance
@@ -221,6 +225,16 @@ class DoorSite:
     def connected(self) -> bool:
         """Whether a session is open."""
         return self._session is not None
+
+    @property
+    def heard_at(self) -> float:
+        """When the coordinator was heard last in a session that it had welcomed (`time.monotonic`)."""
+        return self._requests.heard_at
+
+    @property
+    def run_label(self) -> str:
+        """Label of the run that is under way; empty: none is, as far as the site knows."""
+        return self._requests.run
 
     def stop(self) -> None:
         """Disconnect; `run` returns when the request that is handled is."""
@@ -280,8 +294,8 @@ class DoorSite:
                     elif kind == "welcome":
                         welcomed = True
                         moving.limit_s = SILENT_S
-                        self.heard_at, self.run_label = moving.at, said.welcome.run
-                        _log.info("connected to %s", entrance.address, extra={"run": self.run_label})
+                        _log.info("connected to %s", entrance.address)
+                        self._heard(said)
                         self._connected(_Session(channel, said.welcome.key, unsent))
                     else:
                         raise DoorError("message", kind or "", expected="challenge or welcome")
@@ -306,12 +320,6 @@ class DoorSite:
             self._changed.notify_all()
 
     def _heard(self, said: pb.ToSite) -> None:
-        self.heard_at = time.monotonic()
-        if said.HasField("request"):
-            self.run_label = said.request.run
-        elif said.HasField("over"):
-            _log.info("run %s: over", self.run_label, extra={"run": self.run_label})
-            self.run_label = ""
         with self._changed:
             self._requests.heard(said)
             self._changed.notify_all()

@@ -254,7 +254,8 @@ class Door(Closing):
                 for site in self._sites.values():
                     if site.pending is not None:
                         site.left = site.pending if site.pending.reply is not None else None
-                        site.pending, site.taken = None, site.pending.folder
+                        site.pending = None
+                    site.taken = None  # the next process of the run may ask for it once more
             writer.close()
 
     async def _show(self, run: Behind) -> None:

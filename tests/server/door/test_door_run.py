@@ -1,4 +1,4 @@
-"""Whole runs over the exchange: real sites in processes of their own, TLS, signed sessions; each party is killed."""
+"""Whole runs at the door: real sites in processes of their own, TLS, signed sessions; each party is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cloister.protocol.identity.roster import load_roster
 from cloister.protocol.messages.messages import EVALUATE, TRAIN
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load
-from cloister.server.door.door import ExchangeChannel, most_bytes_of
+from cloister.server.door.grid import most_bytes_of
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import FINISHED, Journal
@@ -22,10 +22,11 @@ from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
 from cloister.tests.parties.door_parties import (
-    CERTIFICATE,
     WAIT_S,
     Asked,
+    AtDoor,
     CoordinatorProcesses,
+    Joinable,
     Moment,
     SiteProcesses,
 )
@@ -55,17 +56,10 @@ class Federation:
         RunFolder.create(self.run, plan).close()
         self.spool = path / "spool"
 
-    def channel(self) -> ExchangeChannel:
-        """The exchange, on a free port."""
-        return ExchangeChannel(
-            "run",
-            CERTIFICATE,
-            self.spool,
-            sites=len(self.configs),
-            most_bytes=most_bytes_of(self.plan, 10**5),
-            bind="127.0.0.1:0",
-            cards=self.roster.cards,
-        )
+    def channel(self, door: Joinable) -> AtDoor:
+        """The run behind a door."""
+        most_bytes = most_bytes_of(self.plan, 10**5)
+        return AtDoor(self.run.parent, door=door.door, names=door.names, most_bytes=most_bytes, run="run")
 
     def assert_undisturbed(self, params_sha256: str) -> None:
         """The run ended as if nothing had happened: each round in its first attempt, each update trained once."""
@@ -81,7 +75,7 @@ class Federation:
         for config in self.configs:
             trained = (config.parent / "trained").read_text().split()
             assert [int(number) for number in trained] == numbers
-        assert not self.spool.exists()
+        assert not any(path.is_file() for path in self.spool.rglob("*"))
 
 
 @pytest.fixture
@@ -99,8 +93,12 @@ def test_sites_that_are_killed_at_every_step_lose_nothing(
         1: [(TRAIN, 1, step) for step in STEPS],
         2: [(EVALUATE, 1, step) for step in ("update", "unmask")],
     }
-    with RunFolder.reopen(federation.run) as folder, federation.channel() as channel:
-        processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs, moments)
+    with (
+        RunFolder.reopen(federation.run) as folder,
+        Joinable(federation.configs) as door,
+        federation.channel(door) as channel,
+    ):
+        processes = SiteProcesses(door.address, federation.configs, moments)
         try:
             assert channel.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
 
@@ -127,12 +125,13 @@ def test_a_coordinator_that_is_killed_at_every_step_loses_nothing(
     federation: Federation, whole: dict[str, Any]
 ) -> None:
     moments: list[Moment] = [(TRAIN, 1, step) for step in STEPS] + [(EVALUATE, 2, "unmask")]
-    coordinator = CoordinatorProcesses(federation.run, federation.sites, moments)
-    processes = SiteProcesses(coordinator.invite, federation.configs)
-    try:
-        asked = coordinator.run()
-    finally:
-        processes.join()
+    with Joinable(federation.configs) as door:
+        coordinator = CoordinatorProcesses(federation.run, federation.sites, door.door, moments)
+        processes = SiteProcesses(door.address, federation.configs)
+        try:
+            asked = coordinator.run()
+        finally:
+            processes.join()
     assert processes.codes == [[0]] * 4
     federation.assert_undisturbed(whole["params_sha256"])
     join = ("", 0, "join")
@@ -159,7 +158,7 @@ def one_of(asked: list[Asked], moment: Moment) -> Asked:
 
 
 def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
-    """A run of three rounds or more under masks, over the exchange, and the same one in this process, undisturbed.
+    """A run of three rounds or more under masks, at the door, and the same one in this process, undisturbed.
 
     A site is killed when it has written its second update, another when it has revealed shares and in the next round;
     the coordinator when some sites have answered. Both runs end with the same bits.
@@ -172,14 +171,14 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
         0: [(TRAIN, 2, "update")],
         1: [(TRAIN, 2, "unmask"), (TRAIN, 3, "update")],
     }
-    coordinator = CoordinatorProcesses(
-        federation.run, federation.sites, [(TRAIN, 2, "update"), (TRAIN, 3, "unmask")]
-    )
-    processes = SiteProcesses(coordinator.invite, federation.configs, moments)
-    try:
-        coordinator.run()
-    finally:
-        processes.join()
+    with Joinable(federation.configs) as door:
+        at = [(TRAIN, 2, "update"), (TRAIN, 3, "unmask")]
+        coordinator = CoordinatorProcesses(federation.run, federation.sites, door.door, at)
+        processes = SiteProcesses(door.address, federation.configs, moments)
+        try:
+            coordinator.run()
+        finally:
+            processes.join()
     killed = -signal.SIGKILL
     assert processes.codes == [[killed, 0], [killed, killed, 0], [0], [0]]
     federation.assert_undisturbed(final(undisturbed))
@@ -197,7 +196,7 @@ def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_ki
 
 
 @pytest.mark.slow
-def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
+def test_groups_are_summed_at_the_door_as_in_a_simulation(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In clear, where groups may be as small as these; the requests of all groups are one `ask`."""
@@ -207,8 +206,12 @@ def test_groups_are_summed_over_the_exchange_as_in_a_simulation(
         capsys, "simulate", str(small_plan), *options, "--out", str(tmp_path / "whole"), "--workers", "1"
     )
     federation = Federation(tmp_path, load(small_plan, settings))
-    with RunFolder.reopen(federation.run) as folder, federation.channel() as channel:
-        processes = SiteProcesses(lambda: channel.invite().to_bytes(), federation.configs)
+    with (
+        RunFolder.reopen(federation.run) as folder,
+        Joinable(federation.configs) as door,
+        federation.channel(door) as channel,
+    ):
+        processes = SiteProcesses(door.address, federation.configs)
         try:
             assert channel.wait_for(4, WAIT_S) == 4
             run(folder, channel, lambda _event: None)
