@@ -27,7 +27,6 @@ KNOWS_FLOWER = {
     "simulations/federation.py",
     "simulations/engines/flower.py",
     "simulations/engines/grid.py",
-    "simulations/engines/process.py",
     "simulations/engines/ray_workers.py",
     "simulations/engines/segments.py",
     "simulations/site_losses.py",
