@@ -181,8 +181,7 @@ class DoorGrid(Carrier):
         replies = []
         for message, answer in found:
             replies.append(_reply(message, answer))
-            if not answer.failure:
-                self._send(taken=answer.of)
+            self._send(taken=answer.of)
         return replies
 
     def wait(self, timeout_s: float | None = None) -> bool:

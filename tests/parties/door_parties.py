@@ -75,7 +75,8 @@ NAME = "coordinator.example"
 WAIT_S = 30.0
 NAMES = ("site-1", "site-2", "site-3")
 _NOW = datetime.datetime.now(datetime.UTC)
-_DAYS = 30
+_DAYS = 40
+_LONG_AGO = _NOW - datetime.timedelta(days=_DAYS)
 
 
 class Authority:
@@ -83,7 +84,7 @@ class Authority:
 
     def __init__(self) -> None:
         self._key = new_key()
-        self._certificate = new_authority(self._key, "tests", _NOW, _DAYS)
+        self._certificate = new_authority(self._key, "tests", _LONG_AGO, 2 * _DAYS)
         self.der = self._certificate.public_bytes(Encoding.DER)
 
     def server(self, *names: str, days: int = _DAYS, now: datetime.datetime = _NOW) -> ServerCertificate:

@@ -1,4 +1,4 @@
-"""Traffic that the exchange refuses: at the handshake, in a session, in a transfer; and what it costs the others."""
+"""Traffic that the door refuses: at the handshake, in a session, in a transfer; and what it costs the others."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from cloister.clients.network import exchange as clients_exchange
-from cloister.clients.network.door import ExchangeSite
+from cloister.clients.network import door as clients_door
+from cloister.clients.network.door import DoorSite
 from cloister.protocol.errors import (
     CloisterError,
-    EngineError,
     DoorError,
-    InvitationError,
+    EngineError,
     MemberError,
     SignatureError,
     UntrustedError,
 )
-from cloister.protocol.identity.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
-from cloister.protocol.identity.roster import Card, new_identity
+from cloister.protocol.identity.roster import new_identity
+from cloister.protocol.identity.session import Entrance, Nonces, prove, verify_proof
 from cloister.protocol.messages.door_pb2 import (
     Alive,
     FromSite,
@@ -45,7 +44,6 @@ from cloister.protocol.messages.door_pb2 import (
     Hello,
     Letter,
     Part,
-    Proof,
     ToSite,
     Vector,
     Wanted,
@@ -53,76 +51,68 @@ from cloister.protocol.messages.door_pb2 import (
 from cloister.protocol.messages.messages import Failed, Joined
 from cloister.protocol.messages.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
 from cloister.protocol.messages.wire import LONGEST, to_bytes
-from cloister.server.door import exchange
-from cloister.server.door.certificate import Certificate, new_certificate
-from cloister.server.door.door import ENVIRONMENT, ExchangeChannel
+from cloister.server.door import door as server_door
+from cloister.server.door import sites as server_sites
+from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.sum.channel import Failure
 from cloister.tests.parties.door_parties import (
+    AUTHORITY,
     CERTIFICATE,
     NAME,
-    RUN,
+    NAMES,
     WAIT_S,
     Answering,
+    AtDoor,
+    Authority,
     Raw,
     Relay,
     connected,
     contribute,
+    entrance_at,
+    federation_of,
+    identity_of,
     join_request,
     open_channel,
     said,
 )
 from cloister.tests.server.door.test_door import ask, memory
 
-IDENTITY = new_identity()
-PUBLIC = IDENTITY.public_key().public_bytes_raw()
 MODEL = np.arange(CHUNK, dtype=np.float32)
+OTHER = Authority()
 
 
-class StoppedError(Exception):
-    """Ends a client after its first session."""
+def why(folder: Path, entrance: Entrance, *, name: str = "site-1", identity: Any = None) -> CloisterError:
+    """Why the session of a site is refused."""
+    client = DoorSite(
+        name,
+        lambda: identity or identity_of(name),
+        lambda: entrance,
+        lambda: Answering(name),
+        folder / "refused",
+    )
+    with pytest.raises(CloisterError) as raised:
+        client._attend()
+    return raised.value
 
 
-def why(
-    channel: ExchangeChannel, folder: Path, alter: Any, *, name: str = "site-1", identity: Any = IDENTITY
-) -> CloisterError | None:
-    """Why a site's session was refused, with an invitation that was altered."""
-    reasons: list[CloisterError | None] = []
-
-    def invite(reason: CloisterError | None) -> Invitation:
-        reasons.append(reason)
-        if len(reasons) == 2:
-            raise StoppedError
-        invitation: Invitation = alter(channel.invite())
-        return invitation
-
-    client = ExchangeSite(name, identity, Answering, invite, folder / "refused", jitter=lambda: 0.0)
-    with pytest.raises(StoppedError):
-        client.run()
-    return reasons[1]
+def at_door(folder: Path, certificate: ServerCertificate) -> AtDoor:
+    """A run behind a door that shows a certificate."""
+    federation = federation_of({name: identity_of(name) for name in NAMES})
+    return AtDoor(folder, door=Door(lambda: certificate, lambda: federation, "127.0.0.1:0"))
 
 
-def used(channel: ExchangeChannel, invitation: Invitation) -> Invitation:
-    with Raw(channel) as raw:
-        call = raw.session()
-        raw.say(hello=Hello(version=VERSION, token=invitation.token))
-        assert said(call).challenge.nonce
-        call.cancel()
-    return invitation
-
-
-OTHER: Certificate = new_certificate([NAME])
 REFUSED: dict[str, tuple[Any, type[CloisterError], str]] = {
-    "unknown token": (lambda _, i: replace(i, token=bytes(48)), InvitationError, "was issued"),
-    "guessed secret": (
-        lambda _, i: replace(i, token=i.token[:-1] + bytes([i.token[-1] ^ 1])),
-        InvitationError,
-        "was issued",
+    "other federation": (
+        lambda e: replace(e, federation="other"),
+        MemberError,
+        "a signature of this session",
     ),
-    "used token": (lambda c, i: used(c, i), InvitationError, "has not been used"),
-    "expired token": (lambda c, _: c.invite(lifetime_s=0.0), InvitationError, "has not expired"),
-    "other run": (lambda _, i: replace(i, run="other"), MemberError, "a signature of this session"),
-    "other certificate": (lambda _, i: replace(i, certificate=OTHER.pem), UntrustedError, "self signed"),
-    "other name": (lambda _, i: replace(i, server_name="else.example"), UntrustedError, "Hostname"),
+    "other authority": (lambda e: replace(e, authority=OTHER.der), UntrustedError, "issuer certificate"),
+    "other host": (
+        lambda e: replace(e, address=e.address.replace("127.0.0.1", "localhost")),
+        UntrustedError,
+        "Hostname",
+    ),
 }
 
 
@@ -130,7 +120,7 @@ REFUSED: dict[str, tuple[Any, type[CloisterError], str]] = {
 def test_a_handshake_is_refused(tmp_path: Path, what: str) -> None:
     alter, kind, reason = REFUSED[what]
     with open_channel(tmp_path) as channel:
-        error = why(channel, tmp_path, lambda invitation: alter(channel, invitation))
+        error = why(tmp_path, alter(entrance_at(channel.address)))
         assert type(error) is kind
         assert reason in str(error.value)
         assert "\n" not in str(error)
@@ -139,118 +129,91 @@ def test_a_handshake_is_refused(tmp_path: Path, what: str) -> None:
             assert ask(channel, join_request()) == Joined("site-1")
 
 
-def test_only_the_cards_of_the_roster_connect(tmp_path: Path) -> None:
-    cards = [Card.of("site-1", IDENTITY), Card.of("site-2", new_identity())]
-    with open_channel(tmp_path, cards=cards) as channel:
-        for name, identity in (("site-2", IDENTITY), ("site-1", new_identity()), ("site-3", IDENTITY)):
-            error = why(channel, tmp_path, lambda i: i, name=name, identity=identity)
+def test_only_sites_of_the_federation_connect(tmp_path: Path) -> None:
+    with open_channel(tmp_path) as channel:
+        entrance = entrance_at(channel.address)
+        for name, identity in (
+            ("site-2", identity_of("site-1")),
+            ("site-1", new_identity()),
+            ("stranger", new_identity()),
+        ):
+            error = why(tmp_path, entrance, name=name, identity=identity)
             assert isinstance(error, MemberError)
-            assert "a site of the roster, with its key" in str(error.value)
-        with connected(channel, Answering(), tmp_path, identity=IDENTITY):
-            pass
+            assert "a site of the federation, with its key" in str(error.value)
+        odd = why(tmp_path, entrance, name="\x1b[2J", identity=new_identity())
+        assert "card name" in str(odd.value)
+        assert channel.door.connected() == []
+
+
+def test_a_site_that_leaves_the_federation_is_disconnected_and_stays_out(tmp_path: Path) -> None:
+    """Also one whose name has another key since then."""
+    members = {name: identity_of(name) for name in NAMES}
+    newest = [federation_of(members)]
     with (
-        open_channel(tmp_path, sites=1) as channel,
-        connected(channel, Answering(), tmp_path, identity=IDENTITY),
+        Door(lambda: CERTIFICATE, lambda: newest[0], "127.0.0.1:0") as door,
+        AtDoor(tmp_path, door=door) as channel,
+        Raw(channel) as raw,
+        Raw(channel) as other,
+        connected(channel, Answering("site-3"), tmp_path),
     ):
-        taken = why(channel, tmp_path, lambda i: i, identity=new_identity())
-        assert "with which it was first connected" in str(taken.value if taken else "")
-        more = why(channel, tmp_path, lambda i: i, name="site-2", identity=new_identity())
-        assert "at most 1" in str(more.value if more else "")
-        odd = why(channel, tmp_path, lambda i: i, name="\x1b[2J", identity=new_identity())
-        assert "card name" in str(odd.value if odd else "")
-
-
-def test_a_second_certificate_is_not_trusted_with_the_first() -> None:
-    """A site would trust it, and all that it issues, as the server too."""
-    with pytest.raises(InvitationError, match="one in PEM"):
-        fingerprint_of(OTHER.pem + new_certificate([NAME]).pem)
+        gone, _ = raw.open("site-1")
+        rotated, _ = other.open("site-2")
+        newest[0] = federation_of({"site-2": new_identity(), "site-3": members["site-3"]})
+        door.refresh()
+        for call in (gone, rotated):
+            with pytest.raises(grpc.RpcError) as raised:
+                list(call)
+            assert raised.value.code() is grpc.StatusCode.ABORTED
+        assert door.connected() == ["site-3"]
+        for name in ("site-1", "site-2"):
+            assert isinstance(why(tmp_path, entrance_at(door.address), name=name), MemberError)
 
 
 def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:
-    old = new_certificate([NAME], days=2, now=datetime.now(UTC) - timedelta(days=30))
-    with open_channel(tmp_path, certificate=old) as channel:
-        error = why(channel, tmp_path, lambda i: i)
+    long_ago = datetime.now(UTC) - timedelta(days=30)
+    with at_door(tmp_path, AUTHORITY.server(days=2, now=long_ago)) as channel:
+        error = why(tmp_path, entrance_at(channel.address))
         assert isinstance(error, UntrustedError)
         assert "expired" in str(error.value)
 
 
-@pytest.mark.parametrize("field", ["run", "token", "fingerprint", "nonce", "name", "public", "signature"])
-def test_a_proof_is_bound_to(field: str) -> None:
-    invitation = Invitation(RUN, "host:1", NAME, CERTIFICATE.pem, b"t" * 48)
-    facts: dict[str, Any] = {
-        "signature": prove(IDENTITY, invitation, b"n" * 32, "site-1"),
-        "run": RUN,
-        "token": invitation.token,
-        "fingerprint": CERTIFICATE.fingerprint,
-        "nonce": b"n" * 32,
-        "name": "site-1",
-        "public": PUBLIC,
-    }
-    verify_proof(**facts)
-    facts[field] = "site-2" if isinstance(facts[field], str) else bytes(len(facts[field]))
+FACTS: dict[str, Any] = {
+    "name": "site-1",
+    "public": identity_of("site-1").public_key().public_bytes_raw(),
+    "entrance": entrance_at("127.0.0.1:1"),
+    "nonces": Nonces(b"s" * 32, b"d" * 32),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "name": {"name": "site-2"},
+    "public": {"public": identity_of("site-2").public_key().public_bytes_raw()},
+    "federation": {"entrance": replace(FACTS["entrance"], federation="other")},
+    "authority": {"entrance": replace(FACTS["entrance"], authority=OTHER.der)},
+    "nonce of the site": {"nonces": Nonces(b"x" * 32, b"d" * 32)},
+    "nonce of the door": {"nonces": Nonces(b"s" * 32, b"x" * 32)},
+    "both nonces": {"nonces": Nonces(b"d" * 32, b"s" * 32)},
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERS, "signature"])
+def test_a_proof_is_bound_to(what: str) -> None:
+    signature = prove(identity_of("site-1"), FACTS["name"], FACTS["entrance"], FACTS["nonces"])
+    verify_proof(signature, **FACTS)
     with pytest.raises(SignatureError):
-        verify_proof(**facts)
+        verify_proof(bytes(64) if what == "signature" else signature, **FACTS | OTHERS.get(what, {}))
 
 
 def test_a_proof_cannot_be_replayed(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
-        heard = channel.invite()
-        call = raw.session()
-        raw.say(hello=Hello(version=VERSION, token=heard.token))
-        proof = Proof(
-            name="site-1",
-            key=PUBLIC,
-            signature=prove(IDENTITY, heard, said(call).challenge.nonce, "site-1"),
-        )
+        call, nonce = raw.greeted("site-1")
+        proof = raw.proof("site-1", identity_of("site-1"), nonce)
         raw.say(proof=proof)
         assert said(call).welcome.key
         call.cancel()
-        hello = Hello(version=VERSION, token=channel.invite().token)
+        hello = Hello(version=VERSION, name="site-1", nonce=bytes(32))
         messages = [FromSite(hello=hello).SerializeToString(), FromSite(proof=proof).SerializeToString()]
         code, text = raw.refused("Session", messages)
         assert code == "PERMISSION_DENIED"
         assert "a signature of this session" in text
-
-
-def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
-    with open_channel(tmp_path, advertised="coordinator.example:443") as channel:
-        invitation = channel.invite()
-    assert invitation.address == "coordinator.example:443"
-    assert invitation.server_name == NAME
-    assert invitation.fingerprint == CERTIFICATE.fingerprint
-    assert Invitation.from_bytes(invitation.to_bytes()) == invitation
-    assert "token" not in repr(invitation)
-    assert "key" not in repr(CERTIFICATE)
-    for wrong in (b"", b"x" * 20, invitation.to_bytes()[:-1], bytes(2**15)):
-        with pytest.raises(InvitationError):
-            Invitation.from_bytes(wrong)
-    with pytest.raises(InvitationError, match="one in PEM"):
-        Invitation.from_bytes(replace(invitation, certificate=b"PEM").to_bytes())
-    for address in ("unix:/run/secret.sock", "dns:///other.example:1", "xds:///a:1", "host", "host:0", ""):
-        with pytest.raises(InvitationError, match="HOST:PORT"):
-            Invitation.from_bytes(replace(invitation, address=address).to_bytes())
-    for run in ("/etc", "..", "../../data", "a/b", "", ".", "x" * 65, "\0"):
-        with pytest.raises(InvitationError, match="letters and digits"):
-            Invitation.from_bytes(replace(invitation, run=run).to_bytes())
-    with pytest.raises(InvitationError, match="a DNS name"):
-        Invitation.from_bytes(replace(invitation, server_name="a b").to_bytes())
-
-
-def test_tokens_are_bounded_and_keep_their_time() -> None:
-    now = [0.0]
-    tokens = Tokens(lambda: now[0], most=3)
-    first, *others = [tokens.issue(10.0) for _ in range(4)]
-    assert len(tokens) == 3
-    with pytest.raises(InvitationError, match="was issued"):
-        tokens.spend(first)
-    with pytest.raises(InvitationError, match="was issued"):
-        tokens.spend(others[0][:16])
-    tokens.spend(others[0])
-    tokens.expire(others[1], 20.0)
-    now[0] = 15.0
-    tokens.spend(others[1])
-    with pytest.raises(InvitationError, match="not expired"):
-        tokens.spend(others[2])
 
 
 def negotiated(address: str, most: ssl.TLSVersion) -> str | None:
@@ -276,21 +239,22 @@ def test_tls_1_3_is_negotiated(tmp_path: Path) -> None:
 
 
 LISTEN = """
-import sys, pathlib
-from cloister.server.door.certificate import new_certificate
-from cloister.server.door.door import ExchangeChannel
-folder = pathlib.Path(sys.argv[1])
-with ExchangeChannel("r", new_certificate(["n"]), folder, sites=1, most_bytes=9, bind="127.0.0.1:0") as channel:
-    print(channel.address, flush=True)
+import sys
+from cloister.server.door.process import prepare
+prepare()
+from cloister.tests.parties.door_parties import CERTIFICATE, federation_of, identity_of
+from cloister.server.door.door import Door
+federation = federation_of({"site-1": identity_of("site-1")})
+with Door(lambda: CERTIFICATE, lambda: federation, "127.0.0.1:0") as door:
+    print(door.address, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.mark.slow
-def test_tls_1_2_is_refused_in_the_environment_for_it(tmp_path: Path) -> None:
+def test_tls_1_2_is_refused_in_a_process_that_was_prepared() -> None:
     server = subprocess.Popen(
-        [sys.executable, "-c", LISTEN, str(tmp_path)],
-        env={**os.environ, **ENVIRONMENT},
+        [sys.executable, "-c", LISTEN],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -309,9 +273,10 @@ def test_tls_1_2_is_refused_in_the_environment_for_it(tmp_path: Path) -> None:
 
 
 @contextmanager
-def asked(channel: ExchangeChannel, request: Any) -> Iterator[list[Any]]:
+def asked(channel: AtDoor, request: Any) -> Iterator[list[Any]]:
     """A round under way: all sites are asked; their answers are in the list at the end."""
     answers: list[Any] = []
+    assert channel.wait_for(1, WAIT_S)
     requests = dict.fromkeys(channel.nodes(), request)
     thread = threading.Thread(
         target=lambda: answers.extend(reply for _, reply in channel.ask(requests, WAIT_S, group="1"))
@@ -359,12 +324,14 @@ def test_what_a_site_may_upload_is_bounded(tmp_path: Path) -> None:
             )
             for wrong_key in (b"", bytes(32)):
                 assert refused_upload(raw, wrong_key, Part(vector=vector, request=id))[0] == "UNAUTHENTICATED"
-            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            spooled = sum(
+                path.stat().st_size for path in (tmp_path / "spool" / "replies").rglob("*") if path.is_file()
+            )
             assert spooled <= len(data)
             raw.say(reply=Letter(id=letter.id, frame=b"x", vectors=[vector]))
             assert said(call).taken.id == letter.id
         assert answers == [
-            Failure("site-1", f"vector is '{name.hex()}': expected one that has arrived as a whole")
+            Failure("node 1", f"vector is '{name.hex()}': expected one that has arrived as a whole")
         ]
 
 
@@ -468,7 +435,7 @@ def test_a_site_answers_under_no_name_but_its_own(tmp_path: Path) -> None:
 
 
 def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_BURST", 50)
+    monkeypatch.setattr(server_sites, "_BURST", 50)
     with open_channel(tmp_path) as channel, Raw(channel) as raw, connected(channel, Answering(), tmp_path):
         call, key = raw.open("site-2")
         for _ in range(60):
@@ -477,7 +444,7 @@ def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.
             list(call)
         assert "messages: expected at most" in raised.value.details()
         assert raw.refused("Upload", [b""], key)[0] == "UNAUTHENTICATED"
-        monkeypatch.setattr(exchange, "_TRANSFERS", 0)
+        monkeypatch.setattr(server_door, "_TRANSFERS", 0)
         _, key = raw_open_again(raw)
         assert "transfers" in raw.refused("Upload", [b""], key)[1]
         monkeypatch.undo()
@@ -497,7 +464,7 @@ def test_refusals_do_not_fill_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(exchange, "_LOGGED", 5)
+    monkeypatch.setattr(server_door, "_LOGGED", 5)
     monkeypatch.setattr("cloister.server.door.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         for logged in (5, 8):
@@ -508,13 +475,13 @@ def test_refusals_do_not_fill_the_log(
 
 
 def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(server_door, "HANDSHAKE_S", 0.2)
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         started = time.monotonic()
         with pytest.raises(grpc.RpcError) as raised:
             list(raw.session())
         assert raised.value.details() == "timeout: nothing was received"
-        raw.say(hello=Hello(version=VERSION, token=channel.invite().token))
+        raw.say(hello=Hello(version=VERSION, name="site-1", nonce=bytes(32)))
         with pytest.raises(grpc.RpcError) as raised:
             list(raw.session())  # no proof follows
         assert raised.value.details() == "timeout: nothing was received"
@@ -522,7 +489,7 @@ def test_a_session_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_welcomed_site_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SILENT_S", 0.2)
+    monkeypatch.setattr(server_door, "SILENT_S", 0.2)
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         call, _ = raw.open()
         with pytest.raises(grpc.RpcError) as raised:
@@ -532,8 +499,8 @@ def test_a_welcomed_site_that_says_nothing_ends(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.2)
-    monkeypatch.setattr(exchange, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(server_door, "STALL_S", 0.2)
+    monkeypatch.setattr(server_door, "HANDSHAKE_S", 1.0)
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         call, key = raw.open()
         with asked(channel, contribute(MODEL)):
@@ -551,11 +518,31 @@ def test_a_transfer_that_says_nothing_ends(tmp_path: Path, monkeypatch: pytest.M
 def test_a_site_leaves_a_coordinator_that_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients_exchange, "HANDSHAKE_S", 0.4)
-    monkeypatch.setattr(clients_exchange, "_SAME", 1)
+    monkeypatch.setattr(clients_door, "HANDSHAKE_S", 0.4)
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
         relay.hold_at["down"] = 1
-        error = why(channel, tmp_path, lambda i: replace(i, address=relay.address))
+        client = DoorSite(
+            "site-1",
+            lambda: identity_of("site-1"),
+            lambda: entrance_at(relay.address),
+            Answering,
+            tmp_path / "refused",
+            jitter=lambda: 0.01,
+        )
+        attempts: queue.SimpleQueue[CloisterError] = queue.SimpleQueue()
+        attend = client._attend
+
+        def watched() -> None:
+            try:
+                attend()
+            except CloisterError as error:
+                attempts.put(error)
+                client.stop()
+                raise
+
+        monkeypatch.setattr(client, "_attend", watched)
+        client.run()
+        error = attempts.get(timeout=WAIT_S)
         assert type(error) is DoorError
         assert "ancelled" in str(error.value)
 
@@ -567,7 +554,7 @@ def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:
 
 
 def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    monkeypatch.setattr(server_door, "_GREETINGS", 3)
     with open_channel(tmp_path) as channel, Raw(channel) as raw:
         silent = [raw.session() for _ in range(3)]
         with connected(channel, Answering(), tmp_path):
@@ -582,55 +569,45 @@ def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: 
                 call.cancel()
 
 
-def test_a_session_with_a_token_is_not_ended_by_sessions_without_one(
+def test_a_session_is_not_ended_by_those_of_another_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "_GREETINGS", 3)
+    """A stranger that opens many takes its own places."""
+    monkeypatch.setattr(server_door, "_GREETINGS", 4)
+    with open_channel(tmp_path, bind="[::]:0") as channel:
+        port = channel.address.rpartition(":")[2]
+        channel.address = f"127.0.0.1:{port}"
+        with Raw(channel) as raw:
+            call, nonce = raw.greeted("site-1")
+            stranger = grpc.secure_channel(
+                f"[::1]:{port}",
+                grpc.ssl_channel_credentials(raw.entrance.root),
+                [("grpc.ssl_target_name_override", NAME)],
+            )
+            with stranger:
+                never = threading.Event()
+                silent = [
+                    stranger.stream_stream("/cloister.Door/Session")(chain([], never)) for _ in range(8)
+                ]
+                until = time.monotonic() + WAIT_S
+                while sum(each.is_active() for each in silent) > 3:  # until all have arrived
+                    assert time.monotonic() < until
+                raw.say(proof=raw.proof("site-1", identity_of("site-1"), nonce))
+                assert said(call).welcome.key
+                never.set()
+
+
+def test_a_newer_session_ends_the_older(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
-        invitation = channel.invite()
-        call = raw.session()
-        raw.say(hello=Hello(version=VERSION, token=invitation.token))
-        nonce = said(call).challenge.nonce
-        silent = [other.session() for _ in range(5)]
-        until = time.monotonic() + WAIT_S
-        while sum(each.is_active() for each in silent) > 3:  # until all have arrived
-            assert time.monotonic() < until
-        raw.say(
-            proof=Proof(name="site-1", key=PUBLIC, signature=prove(IDENTITY, invitation, nonce, "site-1"))
-        )
-        assert said(call).welcome.key
-        for each in silent:
-            each.cancel()
-
-
-def test_the_token_of_a_session_ends_with_the_next_session(tmp_path: Path) -> None:
-    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other, Raw(channel) as third:
-        call, welcome = raw.welcomed("site-1", IDENTITY)
-        other.open(identity=IDENTITY)
+        call, _ = raw.open()
+        other.open()
         with pytest.raises(grpc.RpcError) as raised:
             list(call)
         assert raised.value.details() == "the site has opened another session"
-        third.say(hello=Hello(version=VERSION, token=welcome.token))
-        with pytest.raises(grpc.RpcError) as raised:
-            list(third.session())
-        assert "has not expired" in raised.value.details()
-
-
-def test_invitations_that_are_not_used_do_not_end_the_tokens_of_sites(tmp_path: Path) -> None:
-    """A site that is away is invited again and again, and the others need no invitation when a session breaks."""
-    with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
-        call, welcome = raw.welcomed("site-1", IDENTITY)
-        for _ in range(500):
-            channel.invite()
-        call.cancel()
-        again = other.session()
-        other.say(hello=Hello(version=VERSION, token=welcome.token))
-        assert said(again).challenge.nonce
-        again.cancel()
 
 
 def test_connections_are_bounded(tmp_path: Path) -> None:
-    with open_channel(tmp_path, sites=1) as channel:
+    with open_channel(tmp_path, names=["site-1"]) as channel:
         host, port = channel.address.rsplit(":", 1)
         with connected(channel, Answering(), tmp_path):
             opened = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(80)]
@@ -649,7 +626,7 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> None:
     draw = random.Random(7)
-    hello = FromSite(hello=Hello(version=VERSION, token=bytes(48))).SerializeToString()
+    hello = FromSite(hello=Hello(version=VERSION, name="site-1", nonce=bytes(32))).SerializeToString()
     letter = FromSite(reply=Letter(id=bytes(32), frame=b"f" * 300)).SerializeToString()
     seeds = [hello, letter, Part(vector=Vector(hash=bytes(32), size=9)).SerializeToString(), b"", b"\xff" * 9]
 
@@ -688,7 +665,7 @@ def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_roun
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """6,400 messages in its sessions and uploads, which with those above makes 10,000."""
-    monkeypatch.setattr(exchange, "_BURST", 2**20)
+    monkeypatch.setattr(server_sites, "_BURST", 2**20)
     draw = random.Random(8)
     letters = [Letter(id=bytes(32))]  # what the site was asked, the newest last
     over = threading.Event()
@@ -709,7 +686,7 @@ def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_roun
         if kind == 0:
             return draw.randbytes(draw.choice((1, 9, 2000)))
         if kind == 1:
-            return FromSite(hello=Hello(version=VERSION, token=some_bytes())).SerializeToString()
+            return FromSite(hello=Hello(version=VERSION, nonce=some_bytes())).SerializeToString()
         if kind < 10:
             return FromSite(alive=Alive()).SerializeToString()
         id = letters[-1].id if kind < 20 else some_bytes()
@@ -723,18 +700,18 @@ def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_roun
         data = [Part(data=draw.randbytes(draw.choice((0, 5, CHUNK)))) for _ in range(2)]
         return [part.SerializeToString() for part in (start, *data)]
 
-    def go_on_asking(channel: ExchangeChannel) -> None:
+    def go_on_asking(channel: AtDoor) -> None:
         while not over.is_set():
             for _, reply in channel.ask({2: contribute(MODEL)}, 5.0, group="2"):
                 assert isinstance(reply, Failure)
 
-    site, identity = Answering(), new_identity()
+    site = Answering()
     with open_channel(tmp_path, most_bytes=4 * CHUNK) as channel, connected(channel, site, tmp_path):
         sent, sessions, before = 0, 0, 0
         asking = threading.Thread(target=go_on_asking, args=(channel,))
         while sent < 6400:
             with Raw(channel) as raw:
-                call, key = raw.open("site-2", identity)
+                call, key = raw.open("site-2")
                 sessions += 1
                 if sessions == 1:
                     asking.start()
@@ -759,7 +736,9 @@ def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_roun
         assert not asking.is_alive()
         assert sessions > 5
         assert memory() - before < 2**24
-        spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+        spooled = sum(
+            path.stat().st_size for path in (tmp_path / "spool" / "replies").rglob("*") if path.is_file()
+        )
         assert spooled <= 4 * CHUNK + LONGEST
     # gRPC logs errors too, of calls that are cut.
     ours = [record for record in caplog.records if record.name.startswith("cloister")]
@@ -786,7 +765,9 @@ def test_what_a_request_of_the_same_bytes_left_counts(tmp_path: Path) -> None:
             raw.say(reply=Letter(id=letter.id, frame=b"no message"))
             thread.join(WAIT_S)
             del asking, thread  # as a coordinator that dies before it takes the reply
-            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file())
+            spooled = sum(
+                path.stat().st_size for path in (tmp_path / "spool" / "replies").rglob("*") if path.is_file()
+            )
             assert spooled <= 4 * CHUNK + LONGEST
 
 
