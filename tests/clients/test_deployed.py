@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,11 +204,9 @@ def test_a_site_that_is_not_set_up_does_not_start(tmp_path: Path, answering: Ans
     with pytest.raises(RosterError, match="chmod 600"):
         DeployedSite(parties.site)
     (parties.folder / "identity.pem").chmod(0o600)
-    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=10)
+    later = SimpleNamespace(now=lambda zone: datetime.datetime.now(zone) + datetime.timedelta(days=10))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            deployed.datetime, "datetime", type("Later", (), {"now": staticmethod(lambda _: later)})
-        )
+        patch.setattr("cloister.clients.deployed.datetime", SimpleNamespace(datetime=later, UTC=datetime.UTC))
         with pytest.raises(CertificateError, match="authority"):
             DeployedSite(parties.site)
 

@@ -71,7 +71,9 @@ def refusal(
     caplog.clear()
     site.run()
     warned = [each for each in caplog.records if each.levelno == logging.WARNING and "clients" in each.name]
-    ((error,),) = [record.args for record in warned]
+    (record,) = warned
+    assert isinstance(record.args, tuple)
+    (error,) = record.args
     assert isinstance(error, CloisterError)
     assert str(error) in caplog.text
     assert (site.connected, site.heard_at) == (False, float("-inf"))
@@ -172,8 +174,10 @@ def test_a_site_stays_from_run_to_run_and_keeps_no_vector(
         wait_until(lambda: not site.run_label and not list(kept.iterdir()))
         with AtDoor(tmp_path / "2", door=served, run="second") as second:
             assert second.wait_for(1, WAIT_S) == 1
+            heard_at = site.heard_at
             assert list(second.ask({1: join_request()}, WAIT_S, group="1")) == [(1, Joined("site-1"))]
             assert site.run_label == "second"
+            assert site.heard_at > heard_at
     assert caplog.text.count("connected to") == 1
 
 
