@@ -151,8 +151,11 @@ def _check(arguments: argparse.Namespace) -> int:
     """
     plan = chosen_plan(arguments)
     from cloister.clients.setup.config import read_config
+    from cloister.protocol.identity.roster import check_private
 
     config = _closed(read_config(Path(arguments.site)))
+    if config.identity:
+        check_private(Path(config.identity), "identity")
     devices = None
     if arguments.only != "data":
         from cloister.cli.verbs.devices import Devices

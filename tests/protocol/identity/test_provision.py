@@ -625,6 +625,7 @@ def test_a_sites_key_that_others_can_read_is_refused(installed: tuple[Parties, d
     for command in (
         parties.installing("a-hospital", version),
         ["site", "request", "--name", "a-hospital", "--contact", "x", "--folder", str(path.parent)],
+        ["site", "check", str(path.parent / "site.toml")],
     ):
         line = lone_refusal(parties.capsys, *command)
         assert f"permissions of {path} is '0640': expected 0600" in line
