@@ -103,7 +103,7 @@ def simulate(
         CloisterError: the run stopped; it can be resumed.
     """
     plan = folder.plan
-    _check_engine(plan, engine, workers, ray_address)
+    _check_engine(engine, workers, ray_address)
     if reached(folder, FINISHED):
         finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
@@ -139,15 +139,9 @@ def simulate(
     return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
 
 
-def _check_engine(plan: Plan, engine: str, workers: int | None, ray_address: str | None) -> None:
+def _check_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
-    if engine == "flower" and plan.cohort.mode == "async":
-        raise EngineError(
-            "--engine",
-            engine,
-            expected='local with cohort.mode = "async": Flower returns the replies of a step together',
-        )
     if ray_address is not None and engine != "flower":
         raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
 

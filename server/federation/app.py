@@ -62,8 +62,9 @@ class GridChannel:
                 if not waiting:
                     return
                 for message in self._grid.pull_messages(list(waiting)):
-                    node, _ = waiting.pop(message.metadata.reply_to_message_id)
-                    yield node, self._reply(node, message)
+                    asked = waiting.pop(message.metadata.reply_to_message_id, None)
+                    if asked is not None:
+                        yield asked[0], self._reply(asked[0], message)
                     del message  # its vectors are mapped
                 if isinstance(self._grid, Carrier):
                     if waiting:

@@ -27,7 +27,7 @@ from cloister.lm.model.model import load_model
 from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.protocol.errors import PlanError, QuorumError
 from cloister.protocol.messages.messages import Contribute, Contribution, Reply, Request
-from cloister.server.door.door import ExchangeChannel, most_bytes_of
+from cloister.server.door.grid import most_bytes_of
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.journal import MEASURED, Journal
@@ -39,16 +39,17 @@ from cloister.server.sum.channel import Failure
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
 from cloister.tests.parties.door_parties import (
-    CERTIFICATE,
     WAIT_S,
     Answering,
+    AtDoor,
+    Joinable,
     SiteProcesses,
     connected,
     contribute,
     open_channel,
 )
 from cloister.tests.parties.federation import TINY, Loopback, tiny, write_records
-from cloister.tests.tools.command import done, lone_refusal, set_options
+from cloister.tests.tools.command import done, set_options
 from cloister.tests.tools.kills import die_at, kill_while
 
 CLEAR = ["aggregation.secure=false", "server.evaluation=none", "local.steps=1", "server.keep_checkpoints=9"]
@@ -129,22 +130,6 @@ def test_what_is_not_sound_or_has_no_effect_is_refused(settings: list[str], fiel
         tiny(*ASYNC, *settings)
     assert caught.value.field == field
     assert why in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        (["simulate", "--engine", "flower"], 'expected local with cohort.mode = "async"'),
-        (["up", "--transport", "flower"], 'expected "sync" with --transport flower'),
-    ],
-)
-def test_flower_carries_no_asynchronous_rounds(
-    command: list[str], line: str, small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verb, *options = command
-    settings = set_options(ASYNC)
-    out = ["--out", str(tmp_path / "run")]
-    assert line in lone_refusal(capsys, verb, str(small_plan), *options, *settings, *out)
 
 
 @pytest.mark.parametrize("sites", [1, 4])
@@ -492,21 +477,16 @@ def test_a_round_does_not_wait_for_a_slow_site(
 
 
 @pytest.mark.slow
-def test_a_site_that_is_killed_holds_no_round_on_the_exchange(tmp_path: Path) -> None:
+def test_a_site_that_is_killed_holds_no_round_at_the_door(tmp_path: Path) -> None:
     """Real sites in processes of their own; one dies when it has trained for round 1, and sends its update later."""
     made = Run(tmp_path / "made", *ASYNC, "cohort.sites=3", "cohort.buffer=2", "run.rounds=3")
     configs = [tmp_path / "made" / "sites" / name / "site.toml" for name in made.names]
     rounds: list[RoundDone] = []
+    most_bytes = most_bytes_of(made.plan, made.layout.size)
     with (
         RunFolder.reopen(made.folder) as folder,
-        ExchangeChannel(
-            "run",
-            CERTIFICATE,
-            tmp_path / "spool",
-            sites=3,
-            most_bytes=most_bytes_of(made.plan, made.layout.size),
-            bind="127.0.0.1:0",
-        ) as channel,
+        Joinable(configs) as door,
+        AtDoor(tmp_path, door=door.door, names=door.names, most_bytes=most_bytes, run="run") as channel,
     ):
 
         def observe(event: Event) -> None:
@@ -518,7 +498,7 @@ def test_a_site_that_is_killed_holds_no_round_on_the_exchange(tmp_path: Path) ->
                     assert channel.wait_for(4, 0.05) <= 3
                     assert time.monotonic() < until
 
-        processes = SiteProcesses(lambda: channel.invite().to_bytes(), configs, {2: [("train", 1, "update")]})
+        processes = SiteProcesses(door.address, configs, {2: [("train", 1, "update")]})
         try:
             assert channel.wait_for(3, WAIT_S) == 3
             run(folder, channel, observe)
@@ -531,7 +511,7 @@ def test_a_site_that_is_killed_holds_no_round_on_the_exchange(tmp_path: Path) ->
     assert not all(made.names[2] in (ages or ()) for ages in summed)
 
 
-def test_requests_outlive_others_on_the_exchange(tmp_path: Path) -> None:
+def test_requests_outlive_others_at_the_door(tmp_path: Path) -> None:
     """A site that works does not keep another one from its next request; each has a deadline of its own."""
     go_on = threading.Event()
     fast, slow = Answering("site-1"), Answering("site-2")
@@ -559,7 +539,7 @@ def test_requests_outlive_others_on_the_exchange(tmp_path: Path) -> None:
         assert next(stream, None) is None
 
 
-def test_each_request_on_the_exchange_has_its_own_deadline(tmp_path: Path) -> None:
+def test_each_request_at_the_door_has_its_own_deadline(tmp_path: Path) -> None:
     """A site that misses one is asked again, and what it was late with is not taken for the next answer."""
     go_on = threading.Event()
     late = Answering("site-1")

@@ -53,11 +53,11 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.refusal import sign_refusal, verify_refusal
 from cloister.protocol.messages.wire import VERSION, Buffer, decode_reply, encode, view
+from cloister.server.door.carrier import identify
 from cloister.server.federation.app import GridChannel
 from cloister.server.record.progress import NotJoined
 from cloister.server.sum.channel import Failure, reply_in
 from cloister.server.sum.members import Members
-from cloister.server.door.carrier import identify
 from cloister.tests.parties.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
 SECRET = "patient 7 was seen in /data/ward-3"
@@ -251,6 +251,7 @@ class Wire(Grid):
         }
         self.change: Callable[[Message, Message], Message | None] = lambda _message, reply: reply
         self.sent: list[Message] = []
+        self.replies: dict[str, Message] = {}
 
     # The channel asks for the nodes and exchanges messages; a use of anything else of Flower's Grid ends the test.
 
@@ -264,25 +265,28 @@ class Wire(Grid):
     def create_message(self, *_: Any, **__: Any) -> Message:
         raise NotImplementedError
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
     def get_node_ids(self) -> Iterable[int]:
         return list(self._apps)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        replies = []
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
         for message in messages:
             self.sent.append(message)
+            ids.append(f"{len(self.sent)}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
             node = message.metadata.dst_node_id
             identify(1, node)
             reply = self.change(message, self._apps[node](message, Context(1, node, {}, RecordDict(), {})))
             identify(1, 0)
-            replies += [] if reply is None else [reply]
-        return replies
+            if reply is not None:
+                self.replies[ids[-1]] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]
 
 
 MODEL = np.linspace(-1, 1, 50, dtype=np.float32)
@@ -319,9 +323,9 @@ def ask_of(node: int) -> Contribute:
     return Contribute(Instructions(SUM, bytes(32), (("a feature", b"told"),)), 1, inbox(node), MODEL)
 
 
-def ask(grid: Grid) -> dict[int, Reply | Failure]:
+def ask(grid: Grid, deadline_s: float = 60) -> dict[int, Reply | Failure]:
     requests = {node: ask_of(node) for node in grid.get_node_ids()}
-    return dict(GridChannel(grid).ask(requests, 60, group="1"))
+    return dict(GridChannel(grid).ask(requests, deadline_s, group="1"))
 
 
 def test_requests_and_replies_survive_flowers_messages(grid: Wire) -> None:
@@ -352,11 +356,11 @@ def test_requests_and_replies_survive_flowers_own_transport(
     monkeypatch.setattr("flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", chunk)
 
     class Deployed(Wire):
-        def send_and_receive(
-            self, messages: Iterable[Message], *, timeout: float | None = None
-        ) -> list[Message]:
-            received = [deployed(message) for message in messages]
-            return [deployed(reply) for reply in super().send_and_receive(received)]
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            return super().push_messages([deployed(message) for message in messages])
+
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            return [deployed(reply) for reply in super().pull_messages(message_ids)]
 
     identify(1, 0)
     sites = {node: Echo(f"site-{node}") for node in (1, 2)}
@@ -388,8 +392,8 @@ def test_each_site_gets_its_own_request_and_all_of_them_one_vector() -> None:
 
 def test_a_site_that_does_not_answer_in_time_is_a_timeout(grid: Wire) -> None:
     grid.change = lambda _message, reply: None if reply.metadata.src_node_id == 2 else reply
-    replies = ask(grid)
-    assert replies[2] == Failure("node 2", "timeout: no answer within 60 s")
+    replies = ask(grid, 0.2)
+    assert replies[2] == Failure("node 2", "timeout: no answer within 0.2 s")
     assert isinstance(replies[1], Contribution)
     assert isinstance(replies[3], Contribution)
 
@@ -461,10 +465,8 @@ def test_records_that_are_no_request_are_answered_by_a_failure(content: RecordDi
 
 def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
     class Twice(Wire):
-        def send_and_receive(
-            self, messages: Iterable[Message], *, timeout: float | None = None
-        ) -> list[Message]:
-            replies = super().send_and_receive(messages, timeout=timeout)
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            replies = super().pull_messages(message_ids)
             return [*replies, *replies]
 
     grid = Twice({node: Echo(f"site-{node}") for node in (1, 2)})

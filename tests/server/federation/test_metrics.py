@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.protocol.errors import EngineError
-from cloister.server.door import exchange
+from cloister.server.door import door as server_door
 from cloister.server.federation.metrics import Metrics, served
 from cloister.server.record.progress import (
     AttemptFailed,
@@ -25,7 +25,7 @@ from cloister.server.record.progress import (
     RoundDone,
     Started,
 )
-from cloister.tests.parties.door_parties import CERTIFICATE, NAME, WAIT_S, open_channel
+from cloister.tests.parties.door_parties import NAME, WAIT_S, entrance_at, open_channel
 from cloister.tests.parties.federation import RECORD, tiny
 from cloister.tests.parties.provisioned import Parties
 from cloister.tests.tools.command import refusal
@@ -136,16 +136,16 @@ def test_a_coordinator_does_not_start_with_metrics_for_all(
 # gRPC health
 
 
-def test_the_exchange_is_healthy_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_door_is_healthy_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by gRPC's own client, which has no invitation."""
-    monkeypatch.setattr(exchange, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(server_door, "HANDSHAKE_S", 0.3)
     with open_channel(tmp_path) as channel:
-        credentials = grpc.ssl_channel_credentials(CERTIFICATE.pem)
+        credentials = grpc.ssl_channel_credentials(entrance_at(channel.address).root)
         options = [("grpc.ssl_target_name_override", NAME)]
         with grpc.secure_channel(channel.address, credentials, options) as peer:
             stub, silent = HealthStub(peer), peer.stream_stream("/grpc.health.v1.Health/Check")
             unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-            for service in ("", "cloister.Exchange"):
+            for service in ("", "cloister.Door"):
                 found = stub.Check(HealthCheckRequest(service=service), timeout=WAIT_S)
                 assert found.status == HealthCheckResponse.SERVING
             for ask, code in (

@@ -17,13 +17,13 @@ from cloister.clients.app import client_app
 from cloister.clients.ranks.resident import Resident
 from cloister.lm.model.model import load_model
 from cloister.protocol.errors import ModelError, PlanError
+from cloister.server.door.carrier import identify
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, read_plan
 from cloister.server.record.journal import FINISHED, Journal
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Event, Finished, Step
 from cloister.simulations import federation, site_losses
-from cloister.server.door.carrier import identify
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.tests.parties.federation import tiny
 from cloister.tests.tools.command import found, ran, set_options

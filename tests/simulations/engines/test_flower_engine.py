@@ -21,7 +21,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from cloister.protocol.errors import EngineError
+from cloister.server.record.folder import RunFiles
 from cloister.simulations.engines.flower import run_on_flower
+from cloister.tests.scenarios.test_async import ASYNC
+from cloister.tests.tools.command import set_options
 from cloister.tests.tools.kills import ended, family
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
@@ -141,3 +144,24 @@ def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         EngineError, match=r"engine is 'flower': expected the package ray, .*pip install 'cloister\[ray\]'"
     ):
         run_on_flower(ServerApp(), ClientApp, 3)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_asynchronous_rounds_need_only_push_and_pull(
+    small_plan: Path, tmp_path: Path, ray_folder: Path
+) -> None:
+    """Flower's runtime returns replies to who asks again and again, and takes messages meanwhile."""
+    out = tmp_path / "run"
+    settings = set_options([*ASYNC, "run.rounds=2"])
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
+    subprocess.run(
+        [*command, "--engine", "flower", "--workers", "2", *settings],
+        check=True,
+        capture_output=True,
+        timeout=240,
+        env=os.environ | {"RAY_TMPDIR": str(ray_folder)},
+    )
+    summed = [row["staleness"] for row in RunFiles(out).metrics() if row["round"]]
+    assert len(summed) == 2
+    assert all(summed)

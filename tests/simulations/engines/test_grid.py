@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 
+from cloister.simulations.engines.grid import LocalGrid
 from cloister.tests.parties.grid_sites import (
     Events,
     Open,
@@ -60,7 +62,7 @@ def test_sites_that_are_asked_again_and_again_keep_no_other_waiting(open_grid: O
     grid = open_grid(4, workers=1)
     coming = [[query(node) for node in range(1, 5)]]
     answered = []
-    for reply in grid.stream(lambda: coming.pop() if coming else []):
+    for reply in stream(grid, coming):
         answered.append(reply.metadata.src_node_id)
         if len(answered) <= 4:
             coming.append([query(reply.metadata.src_node_id)])
@@ -73,11 +75,24 @@ def test_a_site_that_needs_both_workers_has_its_turn_among_others_that_are_asked
     grid = open_grid(3, workers=2, slots=[1, 1, 2])
     coming = [[query(node) for node in (1, 2, 3)]]
     answered: list[int] = []
-    for reply in grid.stream(lambda: coming.pop() if coming else []):
+    for reply in stream(grid, coming):
         answered.append(reply.metadata.src_node_id)
         if len(answered) < 12 and answered[-1] != 3:
             coming.append([query(answered[-1])])
     assert 3 in answered[:5]
+
+
+def stream(grid: LocalGrid, coming: list[list[Message]]) -> Iterator[Message]:
+    """Push what comes, now and before each wait, and yield each reply."""
+    waiting: dict[str, None] = {}
+    while True:
+        waiting |= dict.fromkeys(grid.push_messages(coming.pop() if coming else []))
+        if not waiting:
+            return
+        grid.wait()
+        for reply in grid.pull_messages(waiting):
+            del waiting[reply.metadata.reply_to_message_id]
+            yield reply
 
 
 def query(node: int) -> Message:
