@@ -189,8 +189,13 @@ def test_a_site_that_is_at_the_door_no_more_ends_as_a_failure(
 ) -> None:
     """By a defect; its service manager starts it again."""
     monkeypatch.setattr("cloister.clients.network.door.DoorSite.run", lambda _site: None)
+    stopped = threading.Event()
+    late = threading.Timer(WAIT_S, stopped.set)
+    late.start()
     with pytest.raises(EngineError, match="connection"):
-        DeployedSite(parties.site).run(threading.Event())
+        DeployedSite(parties.site).run(stopped)
+    late.cancel()
+    late.join()
 
 
 def test_a_site_that_is_not_set_up_does_not_start(tmp_path: Path, answering: Answering) -> None:
