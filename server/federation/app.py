@@ -61,25 +61,32 @@ class GridChannel:
                     waiting |= {id: (node, until) for id, node in zip(ids, batch, strict=True)}
                 if not waiting:
                     return
-                for message in self._grid.pull_messages(list(waiting)):
+                replies = list(self._grid.pull_messages(list(waiting)))
+                if not replies:
+                    for node in self._wait(waiting):
+                        yield node, Failure(f"node {node}", f"timeout: no answer within {deadline_s:g} s")
+                while replies:  # each is dropped before the next: its vectors are mapped
+                    message = replies.pop(0)
                     asked = waiting.pop(message.metadata.reply_to_message_id, None)
                     if asked is not None:
                         yield asked[0], self._reply(asked[0], message)
-                    del message  # its vectors are mapped
-                if isinstance(self._grid, Carrier):
-                    if waiting:
-                        self._grid.wait()
-                    continue
-                for id, (node, until) in list(waiting.items()):
-                    if time.monotonic() >= until:
-                        del waiting[id]
-                        yield node, Failure(f"node {node}", f"timeout: no answer within {deadline_s:g} s")
-                if waiting:
-                    time.sleep(_POLL_S)
+                    del message
         finally:
             self._records = {}
             if isinstance(self._grid, Carrier):
                 self._grid.cancel(list(waiting))
+
+    def _wait(self, waiting: dict[str, tuple[int, float]]) -> list[int]:
+        """Wait for a reply; the nodes whose deadline has passed where the grid does not say so, which wait no longer."""
+        if isinstance(self._grid, Carrier):
+            self._grid.wait()
+            return []
+        late = {id: node for id, (node, until) in waiting.items() if time.monotonic() >= until}
+        for id in late:
+            del waiting[id]
+        if not late:
+            time.sleep(_POLL_S)
+        return list(late.values())
 
     def _messages(self, requests: Mapping[int, Request], deadline_s: float, group: str) -> list[Message]:
         ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)

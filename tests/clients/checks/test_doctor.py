@@ -370,6 +370,9 @@ def test_the_coordinator_checks_itself(parties: Rehearsal) -> None:
 def test_31_a_port_is_taken(parties: Rehearsal) -> None:
     with Listener(says(b""), port_of(parties.door)):
         assert "ss -ltnp" in coordinator(parties).fault("port")
+    with parties.serves():  # with TLS, and another certificate
+        parties.reissue(["127.0.0.1"])
+        assert "ss -ltnp" in coordinator(parties).fault("port")
 
 
 def test_32_a_certificate_that_is_renewed_is_served_at_once(parties: Rehearsal) -> None:
