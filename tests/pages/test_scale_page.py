@@ -31,7 +31,7 @@ from cloister.protocol.messages.wire import LONGEST, to_bytes
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.protocol.plan.threshold import LARGEST, Parameters
-from cloister.server.door.door import most_bytes_of
+from cloister.server.door.grid import most_bytes_of
 from cloister.server.federation.cost import cost
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
