@@ -1,21 +1,17 @@
-"""The exchange against a bare stream of gRPC for Python with the same TLS, and against Flower's own messages, on
-loopback, in one run.
+"""The door against a bare stream of gRPC for Python with the same TLS, on loopback, in one run.
 
 - `up`, `down`: megabytes a second over all sites, each of which sends, then receives a vector. On the way up that is
   until the coordinator has the vectors of all sites, hashed, on disk and mapped; on the way down, until all reply.
   `folded`: as `up`, until the coordinator has also added each vector to a sum.
 - `stream_up`, `stream_down`: the same bytes by a threaded server of gRPC, in chunks of the same size, dropped.
-- `stream_ratio`: the bare stream's seconds over the exchange's, up and down together.
-- `flower_up`, `flower_down`: the same vectors as contents of Flower's messages, by a SuperLink and a SuperNode for each
-  site, with TLS and keys, until the coordinator has the replies of all sites: what `--transport flower` does.
-- `flower_ratio`: Flower's seconds over the exchange's, up and down together.
+- `stream_ratio`: the bare stream's seconds over the door's, up and down together.
 - `phase_ms`: a request without a vector to all sites, until the last has replied; the median.
-- `memory`: for each number of sites the coordinator's peak in megabytes while it adds their vectors, and while they
-  receive.
+- `memory`: for each number of sites the peaks in megabytes of the door's process and of the run's, while the run adds
+  the sites' vectors, and while they receive.
 
-Coordinator and sites are processes of their own. The sides take turns, and the best of each is compared.
+The door, the run and the sites are processes of their own. The sides take turns, and the best of each is compared.
 
-    python benchmarks/door.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N] [--no-flower]
+    python benchmarks/door.py [--json] [--mb N] [--sites N] [--memory N [N ...]] [--repeats N]
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,14 +36,19 @@ from typing import Any
 import grpc
 import numpy as np
 
-from cloister.clients.app import client_app, serve_tasks
-from cloister.clients.network.door import ExchangeSite
-from cloister.protocol.errors import CloisterError, EngineError, InvitationError
-from cloister.protocol.identity.address import free_port
-from cloister.protocol.identity.invitation import Invitation
-from cloister.protocol.identity.roster import new_identity
-from cloister.protocol.machine.child import Child
-from cloister.protocol.machine.flower import QUIET, SECRET, Tasks
+from cloister.clients.network.door import DoorSite
+from cloister.clients.setup.config import read_config
+from cloister.protocol.errors import CloisterError
+from cloister.protocol.identity.certificates import (
+    certificate_to_pem,
+    issue,
+    key_to_pem,
+    new_authority,
+    new_key,
+)
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.roster import load_identity
+from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.digest import instructions_digest, vector_hash
 from cloister.protocol.messages.messages import (
     TRAIN,
@@ -61,14 +62,14 @@ from cloister.protocol.messages.messages import (
     SumId,
 )
 from cloister.protocol.messages.transfer import CHUNK, MESSAGE
-from cloister.server.door.certificate import new_certificate
-from cloister.server.door.door import ENVIRONMENT, ExchangeChannel
-from cloister.server.federation.app import GridChannel, SuperLink
+from cloister.server.door.door import Door, ServerCertificate
+from cloister.server.door.grid import DoorGrid
+from cloister.server.door.process import ENVIRONMENT, prepare
+from cloister.server.federation.app import GridChannel
 from cloister.server.federation.registry import Registry
 from cloister.server.sum.channel import Channel
 from cloister.simulations.rehearsal.provision import Provision, SiteSection, provision
 
-NAME = "coordinator.example"
 WAIT_S = 600.0
 PHASES = 100
 
@@ -95,33 +96,40 @@ class Site:
         raise AssertionError("it has no policy")
 
 
-def serve_site(pipe: Connection, name: str, size: int, folder: str) -> None:
-    site = Site(name, size)
+def serve_site(home: Path, entrance: Entrance, size: int, folder: str) -> None:
+    config = read_config(home / "site.toml")
+    site = Site(config.name, size)
+    DoorSite(
+        config.name,
+        lambda: load_identity(Path(config.identity)),
+        lambda: entrance,
+        lambda: site,
+        Path(folder) / "sites" / config.name,
+    ).run()
 
-    def invite(_why: CloisterError | None) -> Invitation:
-        pipe.send(None)
-        if not pipe.poll(WAIT_S):
-            raise InvitationError("invitation", expected="one in time")
-        return Invitation.from_bytes(pipe.recv_bytes())
 
-    ExchangeSite(name, new_identity(), lambda: site, invite, Path(folder) / name).run()
+def open_door(pipe: Connection, federation: Path, far: socket.socket) -> None:
+    """Serve one run, and tell peaks of memory, until the pipe is closed."""
+    prepare()
+    registry = Registry.open(federation)
+    pem, key = ((federation / f"door.{kind}").read_bytes() for kind in ("pem", "key"))
+    certificate = ServerCertificate(pem, key)
+    with Door(lambda: certificate, lambda: registry.federation, "127.0.0.1:0") as door:
+        door.serve(far)
+        pipe.send(door.address)
+        while pipe.recv() is not None:
+            pipe.send(peak())
+            forget_peak()
 
 
-def coordinate(pipe: Connection, invitations: list[Connection], size: int, folder: str) -> None:
+def coordinate(
+    pipe: Connection, door: Connection, near: socket.socket, federation: Federation, size: int, folder: str
+) -> None:
     """Send the seconds of each direction, of an empty phase, and the peaks."""
-    count = len(invitations)
-    with ExchangeChannel(
-        "run",
-        new_certificate([NAME]),
-        Path(folder) / "spool",
-        sites=count,
-        most_bytes=size,
-        bind="127.0.0.1:0",
-    ) as channel:
-        for each in invitations:
-            each.recv()
-            each.send_bytes(channel.invite().to_bytes())
-        assert channel.wait_for(count, WAIT_S) == count
+    names = federation.roster.names
+    with DoorGrid(near, "run", Path(folder) / "spool", names, size) as grid:
+        assert grid.wait_for(len(names), WAIT_S) == len(names)
+        channel = GridChannel(grid, dict(enumerate(names, 1)))
         total = np.ones(size // 4, np.uint32)  # not zeros, whose memory would come with the first sum
         found: dict[str, Any] = {"phase": []}
         for number in range(PHASES):
@@ -133,11 +141,14 @@ def coordinate(pipe: Connection, invitations: list[Connection], size: int, folde
             model[0] = number
             for step, (name, vector) in enumerate((("up", one), ("folded", one), ("down", model)), 1):
                 forget_peak()
+                door.send(name)
+                door.recv()
                 request = contribute(vector, 3 * number + step)
                 found[name] = timed(partial(ask, channel, request, total if name == "folded" else None))
-                found[f"{name}_peak"] = peak()
+                door.send(name)
+                found[f"{name}_peak"] = peak(), door.recv()
             pipe.send(found)
-        channel.close(over=True)
+        door.send(None)
 
 
 def contribute(model: Any, number: int) -> Contribute:
@@ -169,8 +180,8 @@ def peak() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-class Exchange:
-    """A coordinator and sites in processes.
+class Deployment:
+    """A door, a run behind it, and sites, in processes.
 
     Args:
         sites: How many.
@@ -180,15 +191,23 @@ class Exchange:
 
     def __init__(self, sites: int, size: int, folder: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        ends = [context.Pipe() for _ in range(sites)]
-        self._pipe, far = context.Pipe()
-        arguments = (far, [near for near, _ in ends], size, folder)
-        self._processes = [context.Process(target=coordinate, args=arguments)]
-        self._processes += [
-            context.Process(target=serve_site, args=(end, f"site-{index}", size, folder))
-            for index, (_, end) in enumerate(ends)
+        parties = Path(folder) / "parties"
+        listed = [SiteSection(name=f"site-{index}", contact="benchmark") for index in range(sites)]
+        provision(Provision(name="benchmark", site=listed, door="127.0.0.1:9443"), parties, datetime.now(UTC))
+        registry = Registry.open(parties / "coordinator")
+        near, far = socket.socketpair()
+        door, other = context.Pipe()
+        self._pipe, end = context.Pipe()
+        self._processes = [context.Process(target=open_door, args=(other, registry.path, far))]
+        self._processes[0].start()
+        entrance = replace(registry.federation.entrance, address=door.recv())
+        arguments = (end, door, near, registry.federation, size, folder)
+        self._processes.append(context.Process(target=coordinate, args=arguments))
+        self._sites = [
+            context.Process(target=serve_site, args=(parties / "sites" / each.name, entrance, size, folder))
+            for each in listed
         ]
-        for process in self._processes:
+        for process in (self._processes[1], *self._sites):
             process.start()
         self._turns = 0
 
@@ -202,6 +221,8 @@ class Exchange:
         self._pipe.send(None)
         for process in self._processes:
             process.join(60)
+        for process in self._sites:
+            process.kill()
 
 
 # The bare stream.
@@ -230,9 +251,9 @@ def stream_server(pipe: Connection, pem: bytes, key: bytes, size: int) -> None:
     server.stop(None)
 
 
-def stream_site(pipe: Connection, pem: bytes, port: int, size: int) -> None:
-    options = [("grpc.ssl_target_name_override", NAME), ("grpc.max_receive_message_length", MESSAGE)]
-    channel = grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(pem), options)
+def stream_site(pipe: Connection, root: bytes, port: int, size: int) -> None:
+    options = [("grpc.max_receive_message_length", MESSAGE)]
+    channel = grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(root), options)
     vector = memoryview(bytes(size))
     grpc.channel_ready_future(channel).result(30)
     pipe.send(None)
@@ -255,16 +276,20 @@ class Stream:
 
     def __init__(self, sites: int, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        certificate = new_certificate([NAME])
+        key, now = new_key(), datetime.now(UTC)
+        authority = new_authority(key, "benchmark", now, 1)
+        server = new_key()
+        made = issue(authority, key, server, ["127.0.0.1"], now, 1)
+        root = certificate_to_pem(authority)
         self._server, far = context.Pipe()
-        arguments = (far, certificate.pem, certificate.key, size)
+        arguments = (far, certificate_to_pem(made), key_to_pem(server), size)
         self._processes = [context.Process(target=stream_server, args=arguments)]
         self._processes[0].start()
         port = self._server.recv()
         self._sites = []
         for _ in range(sites):
             near, far = context.Pipe()
-            process = context.Process(target=stream_site, args=(far, certificate.pem, port, size))
+            process = context.Process(target=stream_site, args=(far, root, port, size))
             process.start()
             self._sites.append(near)
             self._processes.append(process)
@@ -287,143 +312,38 @@ class Stream:
             process.join(60)
 
 
-# Flower's own messages.
-
-
-def take_tasks(pipe: Connection, address: str, secret: bytes, name: str, size: int) -> None:
-    """A site whose requests its SuperNode has."""
-    site, over = Site(name, size), threading.Event()
-    with Tasks(address, secret) as tasks:
-        arguments = (tasks, client_app(lambda _context, _resident: site), over, lambda: None)
-        thread = threading.Thread(target=serve_tasks, args=arguments)
-        thread.start()
-        pipe.recv()
-        over.set()
-        thread.join()
-
-
-class Flower:
-    """A SuperLink, and for each site a SuperNode and a process that takes its tasks.
-
-    Args:
-        sites: How many.
-        size: Bytes of a vector.
-        folder: For their files.
-    """
-
-    def __init__(self, sites: int, size: int, folder: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._size, self._opened, self._pipes = size, ExitStack(), []
-        parties, secret = Path(folder) / "flower", os.urandom(SECRET)
-        links = {name: f"127.0.0.1:{free_port()}" for name in ("superlink", "exchange")}
-        names = [f"site-{index}" for index in range(sites)]
-        listed = [SiteSection(name=name, contact="benchmark") for name in names]
-        provision(
-            Provision(
-                name="benchmark", site=listed, superlink=links["superlink"], exchange=links["exchange"]
-            ),
-            parties,
-            datetime.now(UTC),
-        )
-        own = parties / "coordinator"
-        (parties / "secret").write_bytes(secret)
-        given = ["--isolation", "process", "--superexec-auth-secret-file", str(parties / "secret")]
-        address = f"127.0.0.1:{free_port()}"
-        pem, key, root = own / "superlink.pem", own / "superlink.key", own / "authority.pem"
-        superlink = ["flower-superlink", "--ssl-certfile", str(pem), "--ssl-keyfile", str(key), *given]
-        superlink += ["--ssl-ca-certfile", str(root), "--enable-supernode-auth"]
-        superlink += ["--fleet-api-address", links["superlink"], "--port", address.rpartition(":")[2]]
-        self._start([*superlink, "--disable-runtime-dependency-installation"], parties)
-        link = self._opened.enter_context(SuperLink(address, secret, root.read_bytes()))
-        keys = {site.name: site.supernode for site in Registry.open(own).federation.sites}
-        wait(lambda: link.admit(keys))
-        self._processes = []
-        for name in names:
-            local, home = f"127.0.0.1:{free_port()}", parties / "sites" / name
-            supernode = [
-                "flower-supernode",
-                "--superlink",
-                links["superlink"],
-                "--root-certificates",
-                str(root),
-            ]
-            supernode += ["--auth-supernode-private-key", str(home / "supernode.key")]
-            self._start([*supernode, "--port", local.rpartition(":")[2], *given], home)
-            near, far = context.Pipe()
-            process = context.Process(target=take_tasks, args=(far, local, secret, name, size))
-            process.start()
-            self._pipes.append(near)
-            self._processes.append(process)
-        self._run = self._opened.enter_context(link.run(keys))
-        wait(lambda: len(self._run.nodes()) == sites)
-        self._turns = 0
-
-    def _start(self, command: list[str], folder: Path) -> None:
-        environment = {**QUIET, "FLWR_HOME": str(folder)}
-        child = Child(command[0], command[1:], folder / "log", environment=environment)
-        self._opened.enter_context(child)
-
-    def turn(self) -> dict[str, float]:
-        channel, found = GridChannel(self._run.grid), {}
-        for name, vector in (("up", np.ones(1, np.float32)), ("down", np.zeros(self._size // 4, np.float32))):
-            self._turns += 1
-            vector[0] = self._turns
-            request = contribute(vector, self._turns)
-            found[name] = timed(partial(ask, channel, request, None))
-        return found
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(60)
-        self._opened.close()
-
-
-def wait(there: Callable[[], object]) -> None:
-    """Wait for a process that starts."""
-    until, look = time.monotonic() + WAIT_S, threading.Event()
-    while time.monotonic() < until:
-        with suppress(EngineError):
-            if there():
-                return
-        look.wait(0.2)
-    raise SystemExit("a process of Flower does not answer")
-
-
-def measure(sites: int, size: int, memory: list[int], repeats: int, flower: bool) -> dict[str, Any]:
+def measure(sites: int, size: int, memory: list[int], repeats: int) -> dict[str, Any]:
     """All figures."""
     peaks = {}
     for count in memory:
         with tempfile.TemporaryDirectory() as folder:
-            exchange = Exchange(count, size, folder)
-            found = exchange.turn()
-            exchange.close()
-        peaks[str(count)] = {name: round(found[f"{name}_peak"] / 1e6) for name in ("folded", "down")}
-    ours, bare, slow = [], [], []
+            deployment = Deployment(count, size, folder)
+            found = deployment.turn()
+            deployment.close()
+        peaks[str(count)] = {
+            name: {
+                who: round(each / 1e6)
+                for who, each in zip(("run", "door"), found[f"{name}_peak"], strict=True)
+            }
+            for name in ("folded", "down")
+        }
+    ours, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
-        exchange, stream = Exchange(sites, size, folder), Stream(sites, size)
-        third = Flower(sites, size, folder) if flower else None
+        deployment, stream = Deployment(sites, size, folder), Stream(sites, size)
         for _ in range(repeats):
             bare.append(stream.turn())
-            ours.append(exchange.turn())
-            slow += [third.turn()] if third else []
-        exchange.close()
+            ours.append(deployment.turn())
+        deployment.close()
         stream.close()
-        if third:
-            third.close()
     best = {name: min(turn[name] for turn in ours) for name in ("up", "folded", "down")}
     raw = {name: min(turn[name] for turn in bare) for name in ("up", "down")}
     moved = sites * size / 1e6
-    theirs = {name: min(turn[name] for turn in slow) for name in ("up", "down")} if slow else {}
     return {
         "sites": sites,
         "mb": size / 1e6,
         **{name: round(moved / best[name], 1) for name in best},
         **{f"stream_{name}": round(moved / raw[name], 1) for name in raw},
         "stream_ratio": round(sum(raw.values()) / (best["up"] + best["down"]), 3),
-        **{f"flower_{name}": round(moved / theirs[name], 1) for name in theirs},
-        "flower_ratio": round(sum(theirs.values()) / (best["up"] + best["down"]), 1) if theirs else None,
         "phase_ms": round(1000 * statistics.median(ours[-1]["phase"]), 2),
         "memory": peaks,
     }
@@ -436,13 +356,12 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=2, help="sites of the comparison")
     parser.add_argument("--memory", type=int, nargs="*", default=[2, 8], help="sites of the peaks")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
-    parser.add_argument("--no-flower", action="store_true", help="without Flower's own messages")
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)  # of all processes, as `cloister coordinator start` starts that of a run
+    os.environ.update(ENVIRONMENT)  # of the bare stream's processes too
     multiprocessing.get_context("forkserver").set_forkserver_preload(["cloister.benchmarks.door"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = options.mb * 10**6 // 4 * 4
-    found = measure(options.sites, size, options.memory, options.repeats, not options.no_flower)
+    found = measure(options.sites, size, options.memory, options.repeats)
     if options.json:
         print(json.dumps(found))
     else:
