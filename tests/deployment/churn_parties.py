@@ -1,4 +1,4 @@
-"""The parties of `deployment_churn.py`: a coordinator of rounds that do nothing, and sites that come and go."""
+"""The parties of `deployment_churn.py`: a door, a run of rounds that do nothing, and sites that come and go."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.network.door import ExchangeSite
-from cloister.protocol.errors import CloisterError, InvitationError
-from cloister.protocol.identity.invitation import Invitation
+from cloister.clients.network.door import DoorSite
 from cloister.protocol.identity.roster import new_identity
+from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.messages import Contribute, Contribution, Joined, Reply, Request
-from cloister.server.door.door import ENVIRONMENT
+from cloister.server.door.door import Door
+from cloister.server.door.process import prepare
 from cloister.server.sum.members import Members
-from cloister.simulations.engines.process import environment
-from cloister.tests.parties.door_parties import RUN, WAIT_S, Answering, Relay, contribute, open_channel
+from cloister.tests.parties.door_parties import (
+    RUN,
+    WAIT_S,
+    Answering,
+    AtDoor,
+    Authority,
+    Relay,
+    contribute,
+    federation_of,
+)
 from cloister.tests.parties.federation import tiny
 
 STAYING = ("site-1", "site-2", "site-3")
 GUEST = "site-4"
 WAYS = ("uploading", "killed", "frozen", "cut", "leaves")
 """How the guest leaves, in turn: killed in the middle of an upload; killed; stopped by SIGSTOP, with its connection
-open, until just before it comes again; by itself, after its connection was cut and it came back without an invitation;
-by itself."""
+open, until just before it comes again; by itself, after its connection was cut and it came back; by itself."""
 
-MOST_INVITATIONS = 100
-"""More than the coordinator keeps."""
 _LARGE = 6 * 2**20
 """Bytes of the upload in which the guest is killed, and the bytes after which the relay holds it."""
 _HELD_AT = 2 * 2**20
@@ -103,25 +108,25 @@ def allocated() -> int:
 
 
 def coordinate(
-    commands: Connection, invitations: Sequence[Connection], folder: Path, deadline_s: float, pause_s: float
+    commands: Connection,
+    keys: Mapping[str, bytes],
+    authority: Authority,
+    folder: Path,
+    deadline_s: float,
+    pause_s: float,
 ) -> None:
     """Send the address; then ask all sites for the smallest contribution, again and again, until a command ends it."""
+    prepare()
     between, over = threading.Lock(), threading.Event()
     rounds = answers = 0
     plan = tiny("aggregation.secure=false")
-    with open_channel(folder, sites=plan.cohort.sites) as channel:
-        commands.send(channel.address)
-        for _ in range(
-            MOST_INVITATIONS
-        ):  # each visit leaves one, up to a limit: no later one takes more memory
-            channel.invite()
-
-        def invite() -> None:
-            while True:
-                for each in wait(invitations):
-                    assert isinstance(each, Connection)
-                    each.recv()
-                    each.send_bytes(channel.invite().to_bytes())
+    identities = {name: Ed25519PrivateKey.from_private_bytes(key) for name, key in keys.items()}
+    federation, certificate = federation_of(identities, authority), authority.server()
+    with (
+        Door(lambda: certificate, lambda: federation, "127.0.0.1:0") as door,
+        AtDoor(folder, door=door, names=federation.roster.names) as channel,
+    ):
+        commands.send(door.address)
 
         def held() -> Held:
             gc.collect()
@@ -151,8 +156,7 @@ def coordinate(
                     commands.send(held())
             over.set()
 
-        for work in (invite, command):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=command, daemon=True).start()
         assert channel.wait_for(plan.cohort.sites, 4 * WAIT_S) == plan.cohort.sites
         members = Members(channel, plan, RUN, lambda _failure: None)
         model = np.zeros(1, np.float32)
@@ -168,7 +172,7 @@ def coordinate(
 
 
 def serve_site(
-    name: str, key: bytes, bytes_: int, invitations: Connection, through: str, told: Connection, folder: Path
+    name: str, key: bytes, bytes_: int, entrance: Entrance, told: Connection, folder: Path
 ) -> None:
     """A site, until the run is over or `told` has a message.
 
@@ -176,18 +180,10 @@ def serve_site(
         name: Its name.
         key: Its identity key.
         bytes_: Of its contributions.
-        invitations: Asks for an invitation and receives it.
-        through: HOST:PORT of a relay; empty: none.
+        entrance: Where the door is.
         told: Is sent the number of each round that it is asked for.
         folder: Its own.
     """
-
-    def invite(_why: CloisterError | None) -> Invitation:
-        invitations.send(None)
-        if not invitations.poll(WAIT_S):
-            raise InvitationError("invitation", expected=f"one within {WAIT_S} s")
-        invitation = Invitation.from_bytes(invitations.recv_bytes())
-        return replace(invitation, address=through) if through else invitation
 
     def during(request: Request) -> None:
         if isinstance(request, Contribute):
@@ -196,7 +192,15 @@ def serve_site(
     site = (Answering if bytes_ else Silent)(name, np.zeros(bytes_ // 4, np.uint32))
     site.during = during
     identity = Ed25519PrivateKey.from_private_bytes(key)
-    client = ExchangeSite(name, identity, lambda: site, invite, folder, jitter=lambda: 0.1)
+    client = DoorSite(
+        name,
+        lambda: identity,
+        lambda: entrance,
+        lambda: site,
+        folder,
+        ended=lambda: client.stop(),
+        jitter=lambda: 0.1,
+    )
 
     def leave() -> None:
         with contextlib.suppress(EOFError):
@@ -208,7 +212,7 @@ def serve_site(
 
 
 class Guest:
-    """A stay of a site: a process with a connection and an invitation of its own.
+    """A stay of a site: a process with a connection of its own.
 
     Args:
         churn: The run in which it is.
@@ -224,8 +228,7 @@ class Guest:
             name,
             churn.keys[name],
             bytes_,
-            churn.invitations[name],
-            through.address if through else "",
+            replace(churn.entrance, address=through.address) if through else churn.entrance,
             far,
             churn.folder / name,
         )
@@ -281,15 +284,13 @@ class Churn:
         self.folder = folder
         self.context: Any = multiprocessing.get_context("forkserver")
         self.keys = {name: new_identity().private_bytes_raw() for name in (*STAYING, GUEST)}
-        ends = {name: self.context.Pipe() for name in self.keys}
-        self.invitations = {name: far for name, (_, far) in ends.items()}
+        authority = Authority()
         self._commands, far = self.context.Pipe()
-        arguments = (far, [near for near, _ in ends.values()], folder / "coordinator", deadline_s, pause_s)
+        arguments = (far, self.keys, authority, folder / "coordinator", deadline_s, pause_s)
         self._coordinator = self.context.Process(target=coordinate, args=arguments)
-        with environment(ENVIRONMENT):  # as `cloister coordinator start` starts the process of a run
-            self._coordinator.start()
+        self._coordinator.start()
         assert self._commands.poll(4 * WAIT_S), "the coordinator does not start"
-        self._address = str(self._commands.recv())
+        self.entrance = Entrance("tests", str(self._commands.recv()), authority.der)
         self._frozen: Guest | None = None
         self._staying = [Guest(self, name, 4) for name in STAYING]
 
@@ -332,7 +333,7 @@ class Churn:
         look, relay = threading.Event(), None
         with contextlib.ExitStack() as opened:
             if way in ("uploading", "cut"):
-                relay = opened.enter_context(Relay(self._address))
+                relay = opened.enter_context(Relay(self.entrance.address))
             guest = Guest(self, GUEST, _LARGE if way == "uploading" else 0, relay)
             if way == "uploading":
                 assert relay is not None

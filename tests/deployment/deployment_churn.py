@@ -1,8 +1,8 @@
 """Sites that come and leave for an hour: the coordinator's memory, files, sockets and threads stay what they were.
 
-The coordinator's exchange is a process of its own. Three sites stay in rounds that do nothing. A fourth comes every
-minute in a new process, by a new invitation, and leaves in one of five ways. What the coordinator holds is compared
-between rounds, after the same way of leaving, just before the guest comes again.
+The door and the run behind it are a process of their own. Three sites stay in rounds that do nothing. A fourth comes
+every minute in a new process, and leaves in one of five ways. What the coordinator holds is compared between rounds,
+after the same way of leaving, just before the guest comes again.
 
 `make test-deployment` runs three minutes of it, with sixty times the visits; `make test-hour` the hour. With
 `pytest -s` they print what the coordinator holds.

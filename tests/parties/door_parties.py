@@ -37,9 +37,11 @@ from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.identity.certificates import (
     certificate_to_pem,
     issue,
+    key_from_pem,
     key_to_pem,
     new_authority,
     new_key,
+    read_certificate,
 )
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request as Enrolment
@@ -80,17 +82,18 @@ _LONG_AGO = _NOW - datetime.timedelta(days=_DAYS)
 
 
 class Authority:
-    """An authority, and certificates of servers by it."""
+    """An authority, and certificates of servers by it; picklable, as a test may make it in another process."""
 
     def __init__(self) -> None:
-        self._key = new_key()
-        self._certificate = new_authority(self._key, "tests", _LONG_AGO, 2 * _DAYS)
-        self.der = self._certificate.public_bytes(Encoding.DER)
+        key = new_key()
+        self._key = key_to_pem(key)
+        self.der = new_authority(key, "tests", _LONG_AGO, 2 * _DAYS).public_bytes(Encoding.DER)
 
     def server(self, *names: str, days: int = _DAYS, now: datetime.datetime = _NOW) -> ServerCertificate:
         """A certificate for a server with these names, the loopback address if there are none."""
         key = new_key()
-        made = issue(self._certificate, self._key, key, names or ("127.0.0.1", NAME), now, days)
+        authority, by = read_certificate(self.der, "tests"), key_from_pem(self._key, "tests")
+        made = issue(authority, by, key, names or ("127.0.0.1", NAME), now, days)
         return ServerCertificate(certificate_to_pem(made), key_to_pem(key))
 
 
@@ -104,11 +107,13 @@ def identity_of(name: str) -> Ed25519PrivateKey:
     return new_identity()
 
 
-def federation_of(identities: Mapping[str, Ed25519PrivateKey]) -> Federation:
-    """A federation of the tests' authority."""
+def federation_of(
+    identities: Mapping[str, Ed25519PrivateKey], authority: Authority | None = None
+) -> Federation:
+    """A federation of an authority; None: the tests' own."""
     today = _NOW.date()
     requests = [Enrolment.of(name, identity, "x", today) for name, identity in identities.items()]
-    return Federation.first("tests", f"{NAME}:9443", AUTHORITY.der, requests)
+    return Federation.first("tests", f"{NAME}:9443", (authority or AUTHORITY).der, requests)
 
 
 def entrance_at(address: str) -> Entrance:

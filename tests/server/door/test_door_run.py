@@ -172,7 +172,7 @@ def killed_at_both_ends(folder: Path, *settings: str) -> tuple[Federation, Run]:
         1: [(TRAIN, 2, "unmask"), (TRAIN, 3, "update")],
     }
     with Joinable(federation.configs) as door:
-        at = [(TRAIN, 2, "update"), (TRAIN, 3, "unmask")]
+        at: list[Moment] = [(TRAIN, 2, "update"), (TRAIN, 3, "unmask")]
         coordinator = CoordinatorProcesses(federation.run, federation.sites, door.door, at)
         processes = SiteProcesses(door.address, federation.configs, moments)
         try:

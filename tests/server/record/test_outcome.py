@@ -196,7 +196,7 @@ def test_no_app_of_a_run_answers_with_the_losses_of_a_site(tmp_path: Path) -> No
     def refuse(*_: object) -> Any:
         raise AssertionError("it was called")
 
-    for app in (make_client_app(tmp_path, plan), client_app(refuse, invited=refuse)):
+    for app in (make_client_app(tmp_path, plan), client_app(refuse)):
         with pytest.raises(ValueError, match="held_out"):
             asked(app)
 
