@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,15 +32,67 @@ TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 
 SEED = 32
 """Bytes of a seed."""
-LONGEST = 2**36
+LONGEST = 2**38
 """Maximum number of elements of a mask: both ciphers' counters are then far from overflow."""
 BLOCK = 256 * 1024
 """Bytes of a block. The block of the vector, its keystream and the encrypted zeros share one core's cache."""
 
 _ZEROS = bytes(BLOCK)
+_CHACHA_BLOCK = 64
+_WRAP = 2**32 * _CHACHA_BLOCK
+"""Bytes of ChaCha20's keystream after which the lower half of its counter wraps."""
 
 
-def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> CipherContext:
+class Keystream(Protocol):
+    """What `keystream` returns: encrypting zeros with it gives the next bytes."""
+
+    def update(self, data: bytes) -> bytes:
+        """Encrypt."""
+
+    def update_into(self, data: memoryview, buffer: memoryview) -> int:
+        """Encrypt into a buffer of the same size; returns that."""
+
+
+class _ChaCha20:
+    """ChaCha20 with a counter of 64 bits. From its release 50 on, `cryptography` ends a context where the lower half of
+    the counter would wrap; the next one begins there, with the upper half in the nonce.
+
+    Args:
+        seed: The key.
+        offset: Byte of the keystream to start from.
+    """
+
+    def __init__(self, seed: bytes, offset: int) -> None:
+        self._seed = seed
+        self._begin(offset)
+
+    def _begin(self, offset: int) -> None:
+        block, skip = divmod(offset, _CHACHA_BLOCK)
+        cipher = algorithms.ChaCha20(self._seed, block.to_bytes(8, "little") + bytes(8))
+        self._context: CipherContext = _Cipher(cipher, None).encryptor()
+        self._context.update(bytes(skip))
+        self._at = offset
+
+    def update(self, data: bytes) -> bytes:
+        """As `Keystream.update`."""
+        made = bytearray(len(data))
+        self.update_into(memoryview(data), memoryview(made))
+        return bytes(made)
+
+    def update_into(self, data: memoryview, buffer: memoryview) -> int:
+        """As `Keystream.update_into`."""
+        done, size = 0, data.nbytes
+        while done < size:
+            part = min(size - done, _WRAP - self._at % _WRAP)
+            self._context.update_into(data[done : done + part], buffer[done : done + part])
+            done += part
+            self._at += part
+            if self._at % _WRAP == 0:
+                self._begin(self._at)
+        return size
+
+
+def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> Keystream:
     """The keystream of `seed` from byte `offset` on: encrypting zeros with it gives the next bytes.
 
     AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A); ChaCha20 from the 64-bit
@@ -54,16 +106,13 @@ def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> Ciphe
     """
     if len(seed) != SEED:
         raise MaskError("seed", f"{len(seed)} bytes", expected=f"{SEED} bytes")
-    if cipher == "aes-256-ctr":
-        block, skip = divmod(offset, 16)
-        context = _Cipher(algorithms.AES(seed), modes.CTR(block.to_bytes(16, "big"))).encryptor()
-    elif cipher == "chacha20":
-        block, skip = divmod(offset, 64)
-        context = _Cipher(algorithms.ChaCha20(seed, block.to_bytes(8, "little") + bytes(8)), None).encryptor()
-    else:
+    if cipher == "chacha20":
+        return _ChaCha20(seed, offset)
+    if cipher != "aes-256-ctr":
         raise MaskError("cipher", cipher, expected="aes-256-ctr or chacha20")
-    if skip:
-        context.update(bytes(skip))
+    block, skip = divmod(offset, 16)
+    context = _Cipher(algorithms.AES(seed), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+    context.update(bytes(skip))
     return context
 
 
@@ -88,7 +137,7 @@ def apply(
         threads: Parts of the vector that are worked on at the same time; the result does not depend on it.
 
     Raises:
-        MaskError: the vector has another type or shape, or would end past element 2^36.
+        MaskError: the vector has another type or shape, or would end past element 2^38.
     """
     check(vector, offset)
     if vector.size == 0 or not (add or subtract):
@@ -133,7 +182,7 @@ def check(vector: Ring, offset: int) -> None:
     """Refuse a vector that `apply` cannot mask.
 
     Raises:
-        MaskError: the vector has another type or shape, or would end past element 2^36.
+        MaskError: the vector has another type or shape, or would end past element 2^38.
     """
     if vector.dtype not in TYPES or vector.ndim != 1:
         raise MaskError(

@@ -189,6 +189,7 @@ class Door(Closing):
     def close(self) -> None:
         """Disconnect all sites and end all threads; idempotent."""
         if not self._loop.over:
+            self._loop.call(self._dismiss)
             self._loop.run(self._server.stop(_CLOSE_S))
             self._end()
 
@@ -486,6 +487,11 @@ class Door(Closing):
         if member is None or member.key != proof.key:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
         return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
+
+    def _dismiss(self) -> None:
+        for site in self._sites.values():
+            if site.session is not None:
+                site.session.end("the coordinator's process ends")
 
     def _refresh(self) -> None:
         federation = self._federation()

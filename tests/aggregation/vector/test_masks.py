@@ -78,6 +78,18 @@ def test_chacha20_goes_on_past_32_bits_of_blocks() -> None:
     expected = chacha20_block(key, last) + chacha20_block(key, last + 1)
     assert stream(key, last * 64, 128, "chacha20") == expected
     assert stream(key, (last + 1) * 64, 64, "chacha20") == expected[64:]
+    assert stream(key, last * 64 + 5, 100, "chacha20") == expected[5:105]
+
+
+def test_a_vector_is_masked_past_32_bits_of_blocks() -> None:
+    """256 GiB into it, in the middle of a block of the vector."""
+    seed, start = bytes(range(32)), 2**38 // 4 - 100
+    vector = np.zeros(1000, np.uint32)
+    masks.apply(vector, [seed], offset=start, cipher="chacha20")
+    first, last = 4 * start // 64, -(-4 * (start + vector.size) // 64)
+    blocks = b"".join(chacha20_block(seed, number) for number in range(first, last))
+    expected = np.frombuffer(blocks, "<u4")[start % 16 :][: vector.size]
+    assert (vector == expected).all()
 
 
 @given(
