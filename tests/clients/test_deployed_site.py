@@ -16,6 +16,7 @@ from cloister.protocol.errors import EngineError
 from cloister.protocol.machine.flower import use_proxy
 from cloister.server.federation.registry import Registry, Terms
 from cloister.tests.tools.command import ran
+from cloister.tests.tools.raises import raises
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -41,7 +42,7 @@ def test_a_site_that_takes_no_messages_ends_as_a_failure(site: Path, monkeypatch
         return
 
     monkeypatch.setattr("cloister.clients.deployed.serve_tasks", broken)
-    with pytest.raises(EngineError, match="messages of the SuperNode"):
+    with raises(EngineError, "messages of the SuperNode"):
         DeployedSite(site, lambda _line: None).run(threading.Event())
 
 
