@@ -34,6 +34,8 @@ from cloister.protocol.errors import (
     InvitationError,
     MemberError,
     SignatureError,
+    StorageError,
+    TransferError,
     UntrustedError,
 )
 from cloister.protocol.identity.invitation import Invitation, Tokens, fingerprint_of, prove, verify_proof
@@ -72,6 +74,7 @@ from cloister.tests.parties.exchange_parties import (
     said,
 )
 from cloister.tests.server.exchange.test_exchange import ask, memory
+from cloister.tests.tools.raises import raises
 
 IDENTITY = new_identity()
 PUBLIC = IDENTITY.public_key().public_bytes_raw()
@@ -162,7 +165,7 @@ def test_only_the_cards_of_the_roster_connect(tmp_path: Path) -> None:
 
 def test_a_second_certificate_is_not_trusted_with_the_first() -> None:
     """A site would trust it, and all that it issues, as the server too."""
-    with pytest.raises(InvitationError, match="one in PEM"):
+    with raises(InvitationError, "certificate"):
         fingerprint_of(OTHER.pem + new_certificate([NAME]).pem)
 
 
@@ -224,15 +227,15 @@ def test_an_invitation_travels_and_shows_no_secret(tmp_path: Path) -> None:
     for wrong in (b"", b"x" * 20, invitation.to_bytes()[:-1], bytes(2**15)):
         with pytest.raises(InvitationError):
             Invitation.from_bytes(wrong)
-    with pytest.raises(InvitationError, match="one in PEM"):
+    with raises(InvitationError, "certificate"):
         Invitation.from_bytes(replace(invitation, certificate=b"PEM").to_bytes())
     for address in ("unix:/run/secret.sock", "dns:///other.example:1", "xds:///a:1", "host", "host:0", ""):
-        with pytest.raises(InvitationError, match="HOST:PORT"):
+        with raises(InvitationError, "invitation", says="HOST:PORT"):
             Invitation.from_bytes(replace(invitation, address=address).to_bytes())
     for run in ("/etc", "..", "../../data", "a/b", "", ".", "x" * 65, "\0"):
-        with pytest.raises(InvitationError, match="letters and digits"):
+        with raises(InvitationError, "run of the invitation"):
             Invitation.from_bytes(replace(invitation, run=run).to_bytes())
-    with pytest.raises(InvitationError, match="a DNS name"):
+    with raises(InvitationError, "invitation", says="DNS name"):
         Invitation.from_bytes(replace(invitation, server_name="a b").to_bytes())
 
 
@@ -241,15 +244,15 @@ def test_tokens_are_bounded_and_keep_their_time() -> None:
     tokens = Tokens(lambda: now[0], most=3)
     first, *others = [tokens.issue(10.0) for _ in range(4)]
     assert len(tokens) == 3
-    with pytest.raises(InvitationError, match="was issued"):
+    with raises(InvitationError, "token", says="issued"):
         tokens.spend(first)
-    with pytest.raises(InvitationError, match="was issued"):
+    with raises(InvitationError, "token", says="issued"):
         tokens.spend(others[0][:16])
     tokens.spend(others[0])
     tokens.expire(others[1], 20.0)
     now[0] = 15.0
     tokens.spend(others[1])
-    with pytest.raises(InvitationError, match="not expired"):
+    with raises(InvitationError, "token", says="expired"):
         tokens.spend(others[2])
 
 
@@ -811,7 +814,7 @@ def test_a_vector_that_would_fill_the_disk_is_refused(
     free[0] = 2 * CHUNK
     again = Arrivals(tmp_path / "a", 2**30)
     assert again.begin(name, len(data)).take()[1] == CHUNK
-    with pytest.raises(CloisterError, match="are free"):
+    with raises(StorageError, tmp_path / "a", says="are free"):
         again.begin(bytes(32), len(data))
 
 
@@ -832,16 +835,16 @@ def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:
     file.write_bytes(bytes(len(data)))
     damaged = Arrivals(tmp_path / "a", 2**30)
     arrival = damaged.begin(name, len(data))
-    with pytest.raises(CloisterError, match="arrived as a whole"):
+    with raises(TransferError, "vector", says="arrived"):
         damaged.open(name, len(data))
     turn, held = arrival.take()
     assert held == len(data)
-    with pytest.raises(CloisterError, match="with the hash"):
+    with raises(TransferError, "vector", says="with the hash"):
         arrival.finish(turn)
     first, _ = arrival.take()
     second, held = arrival.take()
     assert held == 0
-    with pytest.raises(CloisterError, match="one stream"):
+    with raises(TransferError, "vector", says="stream"):
         arrival.add(first, [memoryview(data)[:CHUNK]])
     arrival.add(second, [memoryview(data)[:CHUNK]])
 
@@ -866,5 +869,5 @@ def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    with open_channel(tmp_path) as channel, pytest.raises(EngineError, match="an address that is free"):
+    with open_channel(tmp_path) as channel, raises(EngineError, "exchange"):
         open_channel(tmp_path, bind=channel.address)
