@@ -163,7 +163,7 @@ def keystream_rate(cipher: masks.Cipher, nbytes: int) -> float:
     stream = masks.keystream(os.urandom(32), 0, cipher)
     start = time.perf_counter()
     for _ in range(nbytes // masks.BLOCK):
-        stream.update_into(zeros, into)
+        stream.update_into(memoryview(zeros), memoryview(into))
     return nbytes / (time.perf_counter() - start)
 
 

@@ -77,7 +77,7 @@ class GridChannel:
                 self._grid.cancel(list(waiting))
 
     def _wait(self, waiting: dict[str, tuple[int, float]]) -> list[int]:
-        """Wait for a reply; the nodes whose deadline has passed where the grid does not say so, which wait no longer."""
+        """Wait for a reply; the nodes that are late, which are dropped, where the grid ends no request itself."""
         if isinstance(self._grid, Carrier):
             self._grid.wait()
             return []

@@ -10,6 +10,7 @@ from cloister.aggregation.vector.average import WEIGHT, PlainSum
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.parties.federation import CENTRAL, tiny
+from cloister.tests.tools.raises import raises
 
 
 @pytest.mark.parametrize(
@@ -53,9 +54,9 @@ def test_values_of_unit_site_are_checked_in_clear(adaptive: list[str]) -> None:
     most, step = int(mechanism.scale), mechanism.count_step
     for sign in (1, -1):
         add(sign * most, sign * step)
-        with pytest.raises(UpdateError, match="steps of a value of the update"):
+        with raises(UpdateError, "steps of a value of the update"):
             add(sign * (layout.ring.levels + 1), 0)
         for beyond in (step + 1, 2**30):
             if adaptive:
-                with pytest.raises(UpdateError, match="steps of a value beside the update"):
+                with raises(UpdateError, "steps of a value beside the update"):
                     add(0, sign * beyond)

@@ -26,6 +26,7 @@ from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.registry import Registry, Renewal, Terms
 from cloister.tests.parties.door_parties import WAIT_S, Answering, AtDoor, join_request
 from cloister.tests.tools.command import ran
+from cloister.tests.tools.raises import raises
 
 NOW = datetime.datetime.now(datetime.UTC)
 NAMES = ("north", "east", "south")
@@ -192,7 +193,7 @@ def test_a_site_that_is_at_the_door_no_more_ends_as_a_failure(
     stopped = threading.Event()
     late = threading.Timer(WAIT_S, stopped.set)
     late.start()
-    with pytest.raises(EngineError, match="connection"):
+    with raises(EngineError, "connection"):
         DeployedSite(parties.site).run(stopped)
     late.cancel()
     late.join()
@@ -200,19 +201,19 @@ def test_a_site_that_is_at_the_door_no_more_ends_as_a_failure(
 
 def test_a_site_that_is_not_set_up_does_not_start(tmp_path: Path, answering: Answering) -> None:
     parties = Parties(tmp_path / "1", made=NOW - datetime.timedelta(days=30))
-    with pytest.raises(RosterError, match="site install"):
+    with raises(RosterError, "federation", says="site install"):
         DeployedSite(parties.site)
     parties = Parties(tmp_path / "2")
-    with parties.started(), pytest.raises(StorageError, match="no other process"):
+    with parties.started(), raises(StorageError, "state"):
         DeployedSite(parties.site)
     (parties.folder / "identity.pem").chmod(0o644)
-    with pytest.raises(RosterError, match="chmod 600"):
+    with raises(RosterError, "identity", says="chmod 600"):
         DeployedSite(parties.site)
     (parties.folder / "identity.pem").chmod(0o600)
     later = SimpleNamespace(now=lambda zone: datetime.datetime.now(zone) + datetime.timedelta(days=10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cloister.clients.deployed.datetime", SimpleNamespace(datetime=later, UTC=datetime.UTC))
-        with pytest.raises(CertificateError, match="authority"):
+        with raises(CertificateError, "certificate of the authority"):
             DeployedSite(parties.site)
 
 

@@ -33,6 +33,7 @@ from cloister.protocol.plan.soundness import parse
 from cloister.protocol.plan.threshold import LARGEST, Parameters
 from cloister.server.door.grid import most_bytes_of
 from cloister.server.federation.cost import cost
+from cloister.tests.tools.raises import raises
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Deployments\n")[2].partition("\n## ")[0]
@@ -48,7 +49,7 @@ COUNTS = (8, 100, 1000)
 TRAINED = {"1 M": 10**6, "100 M": 10**8, "1 B": 10**9, "70 B": 70 * 10**9}
 RATE = {cells[0]: float(cells[1].split()[0].replace(",", "")) for cells in RATES}
 """By what is measured, as the page states it; in the unit that follows the number."""
-UP, DOWN, MASKS = RATE["exchange, up"] * 1e6, RATE["exchange, down"] * 1e6, RATE["masks"] * 1e9
+UP, DOWN, MASKS = RATE["door, up"] * 1e6, RATE["door, down"] * 1e6, RATE["masks"] * 1e9
 SITE_LINE, LINE = 100e6 / 8, 10e9 / 8
 """Bytes a second of a site's line and of the coordinator's."""
 HOUR = 3600
@@ -202,7 +203,7 @@ def test_the_sizes_pass_and_one_above_the_limits_is_refused() -> None:
         masks.check(one, masks.LONGEST)
     assert (MOST_BYTES, CHUNK, SMALL, LONGEST, SLOWEST) == (2**40, 2**18, 2**18, 2**22, 2**16)
     check_vectors([(bytes(32), down)], MOST_BYTES)
-    with pytest.raises(PlanError):
+    with raises(PlanError, "trained parameters"):
         most_bytes_of(plan_of(1000), masks.LONGEST)
     assert most_bytes_of(plan_of(1000), TRAINED["70 B"]) == up
     assert most_bytes_of(plan_of(1000, secure="false"), TRAINED["70 B"]) == up

@@ -40,6 +40,7 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.wire import encode
 from cloister.tests.parties.federation import RECORD, RUN, SKELLAM, Federation, changed, tiny, whole
+from cloister.tests.tools.raises import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,7 +120,7 @@ class Rounds:
         about: dict[str, Any] = {"model": model, "number": number, "fresh": False, **told}
         _, inboxes = self.begin(self.federation.told(**about), self.sites, attempt)
         for site in self.sites:
-            with pytest.raises(AgreementError, match="history of carried state"):
+            with raises(AgreementError, "history of carried state"):
                 site.contribute(self.federation.request(inbox=inboxes[site.name], **about))
             assert not update_path(site.config.folder, number).exists()
 
@@ -244,7 +245,7 @@ def end_late(rounds: Rounds) -> None:
 
 def makes_no_update(rounds: Rounds, inboxes: dict[str, Inbox]) -> None:
     """The victim refuses round 3 before it trains."""
-    with pytest.raises(StepError, match="the state that this site has advertised"):
+    with raises(StepError, "carried state"):
         rounds.victim.answer(rounds.federation.request(inbox=inboxes[rounds.victim.name], **THIRD))
     assert not update_path(rounds.victim.config.folder, 3).exists()
 
@@ -263,7 +264,7 @@ def test_a_site_whose_carried_state_is_damaged_carries_nothing(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StepError, match="the state that this site has advertised"):
+    with raises(StepError, "carried state"):
         victim.answer(rounds.federation.request(inbox=inboxes[victim.name], **about))
     carries_nothing(rounds)
 

@@ -32,6 +32,7 @@ from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
 from cloister.tests.clients.test_site import Attack
 from cloister.tests.parties.federation import RECORD, Federation, Loopback, tiny, write_records
+from cloister.tests.tools.raises import raises
 
 EIGHT_BITS = ["aggregation.ring_bits=8", "aggregation.compression={}"]
 FOUR_ROUNDS = [
@@ -363,7 +364,7 @@ def test_sites_that_were_told_different_scales_do_not_finish_a_sum(federation: F
     attack = Attack(federation)
     inboxes = attack.deal()
     request = federation.request(inbox=inboxes["site-001"], scales=other)
-    with pytest.raises(StaleError, match="instructions"):
+    with raises(StaleError, "instructions"):
         attack.sites[1].contribute(request)
     attack.contribute(attack.sites[0], inboxes["site-000"])
     # Or the attempt itself is another one for this site: nothing that it signs is taken, and no masks are agreed.
@@ -371,7 +372,7 @@ def test_sites_that_were_told_different_scales_do_not_finish_a_sum(federation: F
     digest = instructions_digest(federation.told(scales=other))
     begun = SecureCoordinator(second.coordinator.contract, 1, 2, digest)
     reply: Any = second.agree(second.sites[1], begun.begin)
-    with pytest.raises(StaleError, match="instructions"):
+    with raises(StaleError, "message of site-001"):
         second.coordinator.advertised(reply)
 
 
@@ -379,7 +380,7 @@ def test_a_round_has_one_update_of_one_list_of_scales(tmp_path: Path) -> None:
     federation = Federation(tmp_path, tiny(*EIGHT_BITS, "aggregation.secure=false"))
     site = federation.joined()
     site.contribute(federation.request())
-    with pytest.raises(StaleError, match="instructions"):
+    with raises(StaleError, "update of round 1", says="instructions"):
         site.contribute(federation.request(scales=doubled(federation.scales()), tries=2))
 
 
@@ -389,7 +390,7 @@ def test_scales_that_the_plan_does_not_allow_are_refused_before_training(tmp_pat
     site, scales = federation.joined(), federation.scales()
     beyond = np.full(len(scales) // 4, 1.01, np.float32).tobytes()
     told = {"none": b"", "beyond": beyond, "zero": bytes(len(scales)), "short": scales[:-1]}[what]
-    with pytest.raises(UpdateError, match=r"^scales"):
+    with raises(UpdateError, "scales", "scales[0]"):
         site.contribute(federation.request(scales=told))
     assert not list(federation.folder.rglob("update-*"))
     assert federation.entries() == ()  # and before the charge
@@ -399,7 +400,7 @@ def test_scales_are_only_for_compressed_updates(federation: Federation, tmp_path
     plain = Federation(tmp_path, tiny("aggregation.secure=false"))
     site, scales = plain.joined(), federation.scales()
     for request in (plain.request(scales=scales), plain.request(scales=scales, purpose=EVALUATE)):
-        with pytest.raises(UpdateError, match=r"^instructions of features"):
+        with raises(UpdateError, "instructions of features"):
             site.contribute(request)
 
 

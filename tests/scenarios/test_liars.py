@@ -24,6 +24,7 @@ from cloister.server.round import round as round_module
 from cloister.server.run import run
 from cloister.server.sum.masked import Masked
 from cloister.tests.parties.federation import CENTRAL, SKELLAM, Federation, tiny
+from cloister.tests.tools.raises import raises
 
 QUIET = [
     "cohort.sites=8",
@@ -88,7 +89,7 @@ def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
     one_liar_in_each_round(federation, 3)
     with (
         RunFolder.create(tmp_path / "run", federation.plan) as folder,
-        pytest.raises(QuorumError, match="given up"),
+        raises(QuorumError, "rounds 1 to 1", says="given up"),
     ):
         run(folder, federation.channel, lambda _event: None, roster=federation.roster)
 

@@ -16,6 +16,7 @@ from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import ModelError, StaleError
 from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN
 from cloister.tests.parties.federation import Federation, tiny
+from cloister.tests.tools.raises import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +66,7 @@ def test_an_update_that_was_kept_belongs_to_the_model_that_it_was_made_with(tmp_
     sent = moving.site().contribute(request)
     assert moving.site().contribute(request).manifest == sent.manifest
     moving.move()
-    with pytest.raises(StaleError, match=r"is 'model': expected the same as when this site made its update"):
+    with raises(StaleError, "update of round 1", says="'model'"):
         moving.site().contribute(request)
 
 
@@ -89,7 +90,7 @@ def test_a_model_with_an_adapter_of_its_own_is_refused(tmp_path: Path) -> None:
     moving = Moving(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(moving.files)
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(str(moving.files))
-    with pytest.raises(ModelError, match="adapter_config"):
+    with raises(ModelError, "model.name", says="adapter_config"):
         moving.site().contribute(moving.federation.request())
 
 

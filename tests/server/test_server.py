@@ -27,6 +27,7 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.round.optimizer import ServerOptimizer, moments
+from cloister.tests.tools.raises import raises
 
 SITES = [f"site-{index:03d}" for index in range(40)]
 
@@ -129,7 +130,7 @@ def test_an_optimizer_goes_on_from_its_state(name: str) -> None:
 
 def test_a_step_to_infinity_is_refused_and_undone() -> None:
     optimizer = ServerOptimizer(ServerSection(learning_rate=3e38), start())
-    with pytest.raises(UpdateError, match="finite weights; lower server"):
+    with raises(UpdateError, "global model", says="server.learning_rate"):
         optimizer.step(np.full(50, 3e38, dtype=np.float32))
     assert np.array_equal(optimizer.weights, start())
 
@@ -154,7 +155,7 @@ def test_the_journal_survives_and_counts(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "j").write_bytes(b"no database at all, but long enough to be looked at" * 30)
-    with pytest.raises(RunFolderError, match="a journal that SQLite can open"):
+    with raises(RunFolderError, tmp_path / "j"):
         Journal(tmp_path / "j")
 
 
@@ -173,7 +174,7 @@ def test_a_full_disk_refuses_the_entry(tmp_path: Path, monkeypatch: pytest.Monke
             for number in range(10_000):
                 journal.record(number, 1, steps.BEGUN, {"cohort": SITES})
 
-        with pytest.raises(StorageError, match="full"):
+        with raises(StorageError, tmp_path / "j", says="full"):
             write_on()
         assert sqlite3.connect(tmp_path / "j").execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -217,7 +218,7 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint_module, "save_file", no_room)
-    with pytest.raises(StorageError, match="No space left"):
+    with raises(StorageError, "round-00002.safetensors", says="No space left"):
         checkpoints.save(2, start() * 2, {})
     assert os.listdir(tmp_path) == ["round-00001.safetensors"]
     assert np.array_equal(checkpoints.load(1).weights, start())
@@ -227,17 +228,17 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, layout(), keep=2)
     checkpoints.save(1, start(), {})
     whole = checkpoints.path(1).read_bytes()
-    with pytest.raises(RunFolderError, match="a whole checkpoint"):
+    with raises(RunFolderError, "round-00002.safetensors", says="whole"):
         checkpoints.load(2)
     checkpoints.path(1).write_bytes(whole[:-10])
-    with pytest.raises(RunFolderError, match="a whole checkpoint"):
+    with raises(RunFolderError, "round-00001.safetensors", says="whole"):
         checkpoints.load(1)
     checkpoints.path(1).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(RunFolderError, match="SHA-256"):
+    with raises(RunFolderError, "round-00001.safetensors", says="SHA-256"):
         checkpoints.load(1)
     checkpoints.path(1).write_bytes(whole)
     other = Checkpoints(tmp_path, Layout.of([("a", parameter(50))]), keep=2)
-    with pytest.raises(RunFolderError, match="the model that the plan names"):
+    with raises(RunFolderError, "round-00001.safetensors", says="the plan"):
         other.load(1)
 
 
@@ -250,11 +251,11 @@ def plan() -> Plan:
 
 def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", plan()).close()
-    with pytest.raises(RunFolderError, match="this one holds another run; continue it with `cloister resume"):
+    with raises(RunFolderError, tmp_path / "run", says=("another run", "cloister resume")):
         RunFolder.create(tmp_path / "run", plan())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.doc").touch()
-    with pytest.raises(RunFolderError, match="this one holds other files"):
+    with raises(RunFolderError, tmp_path / "other", says="other files"):
         RunFolder.create(tmp_path / "other", plan())
     assert os.listdir(tmp_path / "other") == ["thesis.doc"]
     (tmp_path / "file").touch()
@@ -264,14 +265,14 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", plan())
-    with pytest.raises(RunFolderError, match="no other process"):
+    with raises(RunFolderError, tmp_path / "run", says="no other process"):
         RunFolder.reopen(tmp_path / "run")
     folder.close()
     RunFolder.reopen(tmp_path / "run").close()
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"with a plan.json in it"):
+    with raises(RunFolderError, tmp_path, says="plan.json"):
         RunFolder.reopen(tmp_path)
 
 

@@ -18,6 +18,7 @@ from cloister.protocol.plan.plan import SimulationSection
 from cloister.simulations.federation import lay_out_records
 from cloister.simulations.partition import partition, site_name, write_sites
 from cloister.tests.parties.federation import RECORD, tiny
+from cloister.tests.tools.raises import raises
 
 Way = Literal["natural", "iid", "dirichlet", "size"]  # and "auto"
 WAYS: tuple[Way, ...] = ("natural", "iid", "dirichlet", "size")
@@ -130,31 +131,31 @@ def test_dirichlet_shares_have_the_variance_of_the_distribution(alpha: float) ->
 
 
 def test_too_few_groups_are_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"a record for site-003.*3 values of 'group' for 5 sites.*cohort\.sites = 3"
+    with raises(
+        DataError,
+        "simulation.partition",
+        says=("site-003", "3 values of 'group' for 5 sites", "cohort.sites = 3"),
     ):
         partition(numbered([0, 1, 2] * 5), SimulationSection(field="group"), 5, 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_too_few_records_are_refused(way: Way) -> None:
-    with pytest.raises(DataError, match=r"a record for site-002.*2 records for 5 sites.*lower cohort\.sites"):
+    with raises(DataError, "simulation.partition", says=("site-002", "2 records for 5 sites")):
         partition(numbered([0, 1]), SimulationSection(partition=way, field="group"), 5, 0)
 
 
 def test_a_dirichlet_that_starves_a_site_is_refused() -> None:
     simulation = SimulationSection(partition="dirichlet", field="group", alpha=1e-3)
-    with pytest.raises(
-        DataError, match=r"a record for site-\d{3}, but there are alpha 0.001.*raise simulation\.alpha"
-    ):
+    with raises(DataError, "simulation.partition", says=("alpha 0.001", "simulation.alpha")):
         partition(numbered([0] * 50), simulation, 20, 0)
 
 
 @pytest.mark.parametrize("way", ["natural", "dirichlet"])
 def test_a_field_must_be_named_and_there(way: Way) -> None:
-    with pytest.raises(DataError, match=r"^simulation\.field is ''"):
+    with raises(DataError, "simulation.field"):
         partition(numbered([0, 1]), SimulationSection(partition=way), 2, 0)
-    with pytest.raises(DataError, match="record 2: expected a field 'group'; the fields of the record: text"):
+    with raises(DataError, "builtin:python-docs, record 2", says="'group'"):
         partition(
             [{"group": 1}, {"text": "x", "group": None}],
             SimulationSection(partition=way, field="group"),
@@ -184,7 +185,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(StorageError, match="No space left"):
+    with raises(StorageError, "site-000/data.jsonl", says="No space left"):
         write_sites(tmp_path, [{"text": "x"}], [[0]])
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 

@@ -26,6 +26,7 @@ from cloister.simulations import federation as federations
 from cloister.simulations import store
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.tests.parties.federation import RECORD, SKELLAM, Federation, tiny, write_records
+from cloister.tests.tools.raises import raises
 
 PLANS: dict[str, list[str]] = {
     "none": ["data.held_out=0.2"],
@@ -107,7 +108,7 @@ def test_a_site_whose_records_cannot_be_used_says_so_itself(tmp_path: Path) -> N
     assert found.site(1) is None
     federations._store.cache_clear()
     site = open_site(federation.sites_folder, federation.plan, 1, Resident())
-    with pytest.raises(DataError, match="text"):
+    with raises(DataError, "site-001/data.jsonl, line 1", says="'text'"):
         site.join(federation.join_request())
 
 
@@ -118,7 +119,7 @@ def test_a_store_that_is_damaged_is_one_line(tmp_path: Path, harm: Callable[[Pat
     federation = Federation(tmp_path, tiny())
     made(federation)
     harm(federation.sites_folder / "sequences" / "index.json")
-    with pytest.raises(DataError, match="remove the folder, and the next start makes it again"):
+    with raises(DataError, "prepared data"):
         Store(federation.sites_folder / "sequences")
 
 

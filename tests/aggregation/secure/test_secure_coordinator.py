@@ -36,6 +36,7 @@ from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import Advertise, Peers, Shares, Signed, Survivors
 from cloister.protocol.plan.threshold import Tolerance
 from cloister.tests.parties.protocol_parties import MODEL, Parties, names_of, roster, signed
+from cloister.tests.tools.raises import raises
 
 # Messages that cannot stand.
 
@@ -46,14 +47,14 @@ def test_late_unknown_and_repeated_messages_are_refused() -> None:
     own = [parties.sites[name].advertise(coordinator.begin) for name in parties.names]
     for message in own[:3]:
         coordinator.advertised(message)
-    with pytest.raises(StepError, match="one message from each"):
+    with raises(StepError, "advertise of site-000", says="one message"):
         coordinator.advertised(own[0])
     with pytest.raises(StepError):
         coordinator.sum()
     with pytest.raises(StepError):
         coordinator.inboxes()
     peers = coordinator.peers()
-    with pytest.raises(StepError, match="a message of the step share"):
+    with raises(StepError, "advertise of site-003", says="the step share"):
         coordinator.advertised(own[3])
     shares = parties.sites["site-000"].share(peers)
     with pytest.raises(MemberError):
@@ -71,7 +72,7 @@ def test_late_unknown_and_repeated_messages_are_refused() -> None:
         with pytest.raises(ShareError):
             coordinator.shared(signed(changed))
     coordinator.shared(shares)
-    with pytest.raises(TooFewSitesError, match="try the round again"):
+    with raises(TooFewSitesError, "sites that finished the step share"):
         coordinator.inboxes()
 
 
@@ -84,7 +85,7 @@ def test_a_sum_is_taken_once() -> None:
 
 def test_a_sum_of_masked_vectors_is_taken_over_by_a_later_process() -> None:
     first, other = Parties(4), Parties(4, attempt=2)
-    with pytest.raises(StepError, match="folded first"):
+    with raises(StepError, "sum of masked vectors"):
         _ = first.coordinator.folded
     first.upload(first.share(first.advertise()))
     other.upload(other.share(other.advertise()))
@@ -110,10 +111,10 @@ def test_a_site_of_the_roster_outside_the_cohort_is_refused() -> None:
     (outsider,) = set(names_of(5)).difference(parties.names)
     begin, ctx = parties.coordinator.begin, parties.coordinator.attempt.context
     own = parties.sites[parties.names[0]].advertise(begin)
-    with pytest.raises(MemberError, match=outsider):
+    with raises(MemberError, "site", says=outsider):
         parties.coordinator.advertised(signed(dataclasses.replace(own, site=outsider)))
     parties.advertise()
-    with pytest.raises(MemberError, match=outsider):
+    with raises(MemberError, "site", says=outsider):
         parties.coordinator.shared(signed(Shares(ctx, outsider, bytes(32), (), ())))
 
 
@@ -193,7 +194,7 @@ def speaks_for_another(kind: type[SecureCoordinator]) -> Peers:
 
 
 def test_a_wrong_signature_is_refused() -> None:
-    with pytest.raises(SignatureError, match="site-000"):
+    with raises(SignatureError, "signature of site-000"):
         speaks_for_another(SecureCoordinator)
     assert speaks_for_another(TakesAnySignature).advertised[0].site == "site-000"
 
@@ -254,7 +255,7 @@ def sends_garbage(parties: Parties, liar: str, to: Sequence[str]) -> Survivors:
 def test_a_site_that_sends_garbage_is_named_before_the_others_are_bound() -> None:
     parties = Parties(8, tolerance=Tolerance(0.0, 0.1))
     liar, *others = parties.names
-    with pytest.raises(ReconstructionError, match=r"shares of site-000: expected 5 survivors"):
+    with raises(ReconstructionError, "shares of site-000", says="5 survivors"):
         sends_garbage(parties, liar, others)
     assert parties.coordinator.unopened == (liar,)
     assert parties.coordinator.complaints == {(other, liar) for other in others}
@@ -278,7 +279,7 @@ def test_hashes_of_other_shares_are_complained_of() -> None:
     hashes = tuple((holder, bytes(32), of_s) for holder, _, of_s in shares.hashes)
     parties.coordinator.shared(signed(dataclasses.replace(shares, hashes=hashes)))
     inboxes = parties.share(peers, [name for name in parties.names if name != liar])
-    with pytest.raises(ReconstructionError, match="site-003"):
+    with raises(ReconstructionError, "shares of site-003"):
         parties.upload(inboxes)
     assert {of for _, of in parties.coordinator.complaints} == {liar}
 
@@ -309,7 +310,7 @@ def advertises_a_key_it_does_not_share(kind: type[SecureCoordinator]) -> masks.R
 
 
 def test_a_wrong_key_is_noticed() -> None:
-    with pytest.raises(ReconstructionError, match="site-002"):
+    with raises(ReconstructionError, "secrets of site-002"):
         advertises_a_key_it_does_not_share(SecureCoordinator)
     assert advertises_a_key_it_does_not_share(TakesAnyPrivateKey).any()
 
@@ -334,7 +335,7 @@ def commits_to_another_seed(kind: type[SecureCoordinator]) -> masks.Ring:
 
 
 def test_a_wrong_commitment_is_noticed() -> None:
-    with pytest.raises(ReconstructionError, match="site-002"):
+    with raises(ReconstructionError, "secrets of site-002"):
         commits_to_another_seed(SecureCoordinator)
     assert commits_to_another_seed(TakesAnySeed).any()
 

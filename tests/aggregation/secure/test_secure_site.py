@@ -73,6 +73,7 @@ from cloister.tests.parties.protocol_parties import (
     roster,
     signed,
 )
+from cloister.tests.tools.raises import raises
 
 # The order of the steps.
 
@@ -110,11 +111,11 @@ def test_steps_out_of_order_are_refused() -> None:
     inboxes = other.share(peers)
     site, name = other.sites["site-000"], "site-000"
     site.receive(inboxes[name])
-    with pytest.raises(StepError, match="all 37 elements"):
+    with raises(StepError, "masking", says="37 elements"):
         site.masked(bytes(32))
-    with pytest.raises(StepError, match="upload"):
+    with raises(StepError, "survivors", says="upload"):
         site.confirm(Survivors(other.coordinator.attempt.context, other.names))
-    with pytest.raises(StepError, match="signature"):
+    with raises(StepError, "unmask", says="signature"):
         site.unmask(Unmask(other.coordinator.attempt.context, (), (), (), ()))
 
 
@@ -188,25 +189,25 @@ def test_an_element_is_masked_once() -> None:
     site.receive(inboxes["site-000"])
     others: list[Any] = [vector.astype(np.uint16), vector.astype(np.int32), vector.reshape(1, -1)]
     for other in others:
-        with pytest.raises(MaskError, match="uint32"):
+        with raises(MaskError, "vector", says="uint32"):
             site.mask(other, instructions=MODEL)
     doubled = np.zeros(2 * LENGTH, np.uint32)
-    with pytest.raises(MaskError, match="strided"):
+    with raises(MaskError, "vector", says="strided"):
         site.mask(doubled[::2], instructions=MODEL)
-    with pytest.raises(MaskError, match="offset"):
+    with raises(MaskError, "offset"):
         site.mask(vector[:1], instructions=MODEL, offset=-1)
-    with pytest.raises(StepError, match="all 37 elements"):
+    with raises(StepError, "masking", says="37 elements"):
         site.masked(bytes(32))
     site.mask(vector[10:20], instructions=MODEL, offset=10)
     site.mask(vector[:0], instructions=MODEL, offset=15)  # a rank without elements
     for start, end in ((0, 11), (19, 30), (10, 20), (12, 13), (0, LENGTH)):
-        with pytest.raises(MaskError, match="not masked before"):
+        with raises(MaskError, "shard", says="before"):
             site.mask(vector[start:end], instructions=MODEL, offset=start)
-    with pytest.raises(MaskError, match="part of"):
+    with raises(MaskError, "shard", says="part of"):
         site.mask(vector, instructions=MODEL, offset=1)
-    with pytest.raises(StepError, match="not both"):
+    with raises(StepError, "masks"):
         site.take_seeds(instructions=MODEL)
-    with pytest.raises(StaleError, match="instructions"):
+    with raises(StaleError, "instructions"):
         site.mask(vector[:10], instructions=bytes(32))
     site.mask(vector[20:], instructions=MODEL, offset=20)
     site.mask(vector[:10], instructions=MODEL)
@@ -229,9 +230,9 @@ def test_a_vector_that_was_not_masked_to_the_end_is_never_signed(monkeypatch: py
     monkeypatch.setattr(masks, "_apply_part", fail)
     with pytest.raises(MemoryError):
         site.mask(vector, instructions=MODEL, threads=2)
-    with pytest.raises(StepError, match="to be masked first"):
+    with raises(StepError, "masking", says="masked first"):
         site.masked(bytes(32))
-    with pytest.raises(MaskError, match="not masked before"):
+    with raises(MaskError, "shard", says="before"):
         site.mask(vector, instructions=MODEL)
 
 
@@ -270,7 +271,7 @@ def test_a_site_whose_neighbours_are_gone_shares_nothing() -> None:
         peers = Peers(own.context, tuple(message for message in everything if message.site not in absent))
         assert len(peers.advertised) >= attempt.parameters.quorum
         if reply is None:
-            with pytest.raises(TooFewSitesError, match="holders of site-000"):
+            with raises(TooFewSitesError, "holders of site-000's shares"):
                 parties.sites[name].share(peers)
         else:
             assert len(parties.sites[name].share(peers).sealed) == reply
@@ -281,11 +282,11 @@ def test_a_cohort_without_the_site_or_too_small_is_refused() -> None:
     begin, site = parties.coordinator.begin, parties.sites["site-000"]
     elsewhere = dataclasses.replace(site.contract, roster=roster(names_of(5)[1:]))
     site.contract = elsewhere
-    with pytest.raises(MemberError, match="expected a draw of site-000"):
+    with raises(MemberError, "cohort", says="draw"):
         site.advertise(begin)
     site.contract = parties.contract
     site.member = dataclasses.replace(site.member, minimum=5)
-    with pytest.raises(TooFewSitesError, match="cohort"):
+    with raises(TooFewSitesError, "cohort"):
         site.advertise(begin)
     site.member = dataclasses.replace(site.member, minimum=4)
     site.advertise(begin)
@@ -298,7 +299,7 @@ def test_a_site_of_the_roster_outside_the_cohort_is_refused() -> None:
     peers = parties.advertise()
     extra = signed(dataclasses.replace(peers.advertised[0], site=outsider))
     everybody = tuple(sorted((*peers.advertised, extra), key=lambda message: message.site))
-    with pytest.raises(MemberError, match=outsider):
+    with raises(MemberError, "keys", says=outsider):
         parties.sites[parties.names[0]].share(dataclasses.replace(peers, advertised=everybody))
 
 
@@ -376,9 +377,9 @@ def test_only_survivors_vouch_for_the_list_and_dropouts_come_in_order() -> None:
     digest = survivors_digest(parties.agreed(peers, parties.names), request.survivors)
     vouched = signed(Confirm(request.context, dropped, digest)).signature
     signatures = (*request.signatures, (dropped, vouched))
-    with pytest.raises(MemberError, match=dropped):
+    with raises(MemberError, "signatures", says=dropped):
         site.unmask(dataclasses.replace(request, signatures=signatures))
-    with pytest.raises(MemberError, match="sorted by name"):
+    with raises(MemberError, "dropouts", says="sorted"):
         site.unmask(dataclasses.replace(request, dropouts=request.dropouts[::-1]))
     site.unmask(request)
 
@@ -397,7 +398,7 @@ def test_the_mark_is_written_before_shares_leave() -> None:
         raise OSError("disk full")
 
     site.answered = full
-    with pytest.raises(OSError, match="disk full"):
+    with raises(OSError, "disk full"):
         site.unmask(request)
     site.answered = wrote
     assert site.unmask(request).self_shares
@@ -887,7 +888,7 @@ def test_neighbours_refuse_to_open_a_site_that_masked_with_other_sharers() -> No
         def _check_holders(self, present: Iterable[str]) -> None:
             pass
 
-    with pytest.raises(SignatureError, match="site-000"):
+    with raises(SignatureError, "signature of site-000"):
         tells_one_site_that_its_neighbours_are_gone(MasksWithAlmostNobody)
 
 
@@ -933,7 +934,7 @@ def test_a_share_that_is_not_checked_is_revealed_wrong() -> None:
     np.testing.assert_array_equal(only_the_hash.coordinator.sum(), only_the_hash.plain_sum())
     assert only_the_hash.coordinator.liars == {}
     nothing = Parties(6, site=ComparesNothing)
-    with pytest.raises(ShareError, match="share of site-000 from site-000"):
+    with raises(ShareError, "share of site-000 from site-000"):
         alters_a_share(nothing, "site-000", "site-002")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.secure.shamir import PRIME, SHARE, Interpolation, share
 from cloister.protocol.errors import ShareError
+from cloister.tests.tools.raises import raises
 
 secrets = st.binary(min_size=32, max_size=32) | st.sampled_from([bytes(32), b"\xff" * 32])
 
@@ -128,5 +129,5 @@ def test_senseless_shares_are_refused() -> None:
     for shares in ([bytes(33)], [bytes(33), bytes(32)], [bytes(33), PRIME.to_bytes(33, "big")]):
         with pytest.raises(ShareError):
             interpolation.secret(shares)
-    with pytest.raises(ShareError, match="larger number"):
+    with raises(ShareError, "shares", says="larger"):
         Interpolation([1]).secret([(2**256).to_bytes(33, "big")])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cloister.aggregation.vector import masks
 from cloister.protocol.errors import MaskError
+from cloister.tests.tools.raises import raises
 
 CIPHERS: list[masks.Cipher] = ["aes-256-ctr", "chacha20"]
 TYPES: list[Any] = [np.uint8, np.uint16, np.uint32]
@@ -169,5 +170,5 @@ def test_what_cannot_be_masked_is_refused_and_unchanged() -> None:
     frozen = np.zeros(8, np.uint32)
     frozen.flags.writeable = False
     refuse(frozen)
-    with pytest.raises(MaskError, match="31 bytes"):
+    with raises(MaskError, "seed", says="31 bytes"):
         masks.apply(np.zeros(8, np.uint32), [bytes(31)])

@@ -15,6 +15,7 @@ from cloister.lm.training.moments import Carry
 from cloister.protocol.errors import StepError, UpdateError
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN, Instructions, SumId
+from cloister.tests.tools.raises import raises
 
 
 def told(number: int, *, fresh: bool = False, model: bytes = bytes(32)) -> Instructions:
@@ -152,7 +153,7 @@ def test_damaged_files_are_nothing_and_neither_is_what_was_left_before(
 def test_no_update_is_made_from_state_of_another_history(tmp_path: Path) -> None:
     site, made = carried(tmp_path), list[Carry]()
     update(site, 1)
-    with pytest.raises(StepError, match="carried state"):
+    with raises(StepError, "carried state"):
         site.make(told(2), NOTHING_CARRIED, made.append, durable=False)
     assert not made
     site.make(told(2, fresh=True), NOTHING_CARRIED, made.append, durable=False)

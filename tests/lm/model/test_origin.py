@@ -15,6 +15,7 @@ from cloister.lm.model.origin import origin
 from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import ModelSection
+from cloister.tests.tools.raises import raises
 
 SECTION = ModelSection(name="somewhere")
 TOKENIZER = byte_tokenizer()
@@ -85,7 +86,7 @@ def test_a_configuration_that_sites_cannot_compare_is_refused() -> None:
 def test_a_tokenizer_that_keeps_files_and_not_values_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Wav2Vec2CTCTokenizer"}')
-    with pytest.raises(ModelError, match="tokenizers library"):
+    with raises(ModelError, "model.tokenizer", says="tokenizers library"):
         load_tokenizer(ModelSection(name="builtin:llama", tokenizer=str(tmp_path)))
 
 

@@ -30,6 +30,7 @@ from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.tools.command import done, found, lone_refusal, refusal, set_options
+from cloister.tests.tools.raises import raises
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -321,9 +322,7 @@ def test_a_record_with_another_completion_cannot_be_used(completion: object) -> 
     assert reason == (
         expected if isinstance(completion, str) else "without the fields of data.format 'prompt'"
     )
-    with pytest.raises(
-        DataError, match=r"completion is 'maybe': expected one of data.choices: 'no', 'no, never'"
-    ):
+    with raises(DataError, "record 1, field completion", says="'no', 'no, never'"):
         prepare([{"prompt": "", "completion": "maybe"}], byte_tokenizer(), data, seed=0)
 
 
@@ -382,9 +381,7 @@ def test_choices_that_a_tokenizer_joins_to_the_prompt_are_compared_from_the_same
 def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.normalizer = Lowercase()
-    with pytest.raises(
-        DataError, match=r"data.choices is 'No': expected other tokens than those of the choice 'no'"
-    ):
+    with raises(DataError, "data.choices", says="choice 'no'"):
         prepare(questions(4), tokenizer, plan_of('data.choices=["no", "yes", "No"]').data, seed=0)
 
 
@@ -392,24 +389,26 @@ def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "field", "says"),
     [
         (
             ("data.format=text", 'data.choices=["a", "b"]'),
-            r'data.choices is .*: expected no value; only valid with data.format = "prompt"',
+            "data.choices",
+            'only valid with data.format = "prompt"',
         ),
-        (("data.format=messages", 'data.choices=["a", "b"]'), r"data.choices is .*: expected no value; only"),
-        (('data.choices=["one"]',), r"data.choices is 1: expected 2 to 256 choices"),
-        (('data.choices=["a", "b", "a"]',), r"data.choices is 'a': expected 2 to 256"),
-        (('data.choices=["a", ""]',), r"data.choices is '': expected 2 to 256"),
+        (("data.format=messages", 'data.choices=["a", "b"]'), "data.choices", "only valid"),
+        (('data.choices=["one"]',), "data.choices", "is 1: expected 2 to 256"),
+        (('data.choices=["a", "b", "a"]',), "data.choices", "is 'a': expected 2 to 256"),
+        (('data.choices=["a", ""]',), "data.choices", "is '': expected 2 to 256"),
         (
             ("faults.poison.kind=backdoor", "faults.poison.share=0.1", "faults.poison.target=maybe"),
-            r"faults.poison.target is 'maybe': expected one of data.choices",
+            "faults.poison.target",
+            "one of data.choices",
         ),
     ],
 )
-def test_an_unsound_plan_is_refused(settings: tuple[str, ...], line: str) -> None:
-    with pytest.raises(PlanError, match=line):
+def test_an_unsound_plan_is_refused(settings: tuple[str, ...], field: str, says: str) -> None:
+    with raises(PlanError, field, says=says):
         plan_of(*settings)
 
 

@@ -45,6 +45,7 @@ from cloister.server.record.folder import read_plan
 from cloister.server.record.progress import Event, RoundDone
 from cloister.tests.tools.command import done, found, lone_refusal, refusal, set_options
 from cloister.tests.tools.kills import kill_while, killed_run
+from cloister.tests.tools.raises import raises
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -205,9 +206,7 @@ def test_a_record_with_another_label_cannot_be_used(label: object) -> None:
     *made, left_out = examples_of(record, {"text": "rash", "label": "skin"})
     assert [example.label for example in made] == [1]
     assert left_out == {"without a label in data.classes": 1}
-    with pytest.raises(
-        DataError, match=r"record 1, field label is 'scald': expected one of data.classes: cold, skin"
-    ):
+    with raises(DataError, "record 1, field label", says="cold, skin"):
         prepare([{"text": "fever", "label": "scald"}], byte_tokenizer(), plan_of().data, seed=0)
 
 
@@ -225,7 +224,7 @@ def test_a_text_has_the_tokens_on_which_users_call_the_saved_model(tmp_path: Pat
         assert example.tokens.tolist() == called
         assert len(called) == length
     assert len(made[3][1]) == 0
-    with pytest.raises(DataError, match=r"data.sequence_length is 2: expected room for a token"):
+    with raises(DataError, "data.sequence_length"):
         list(to_examples(records, tokenizer, plan_of("data.sequence_length=2").data, Unusable()))
 
 
@@ -368,7 +367,7 @@ def test_a_head_is_kept_for_the_classes_that_it_has(
 ) -> None:
     name = folder_of(tmp_path, "llama", id2label=dict(enumerate(labels)), pad_token_id=257)
     if not fits:
-        with pytest.raises(ModelError, match=r"^data.classes is .* has a head, in their order: "):
+        with raises(ModelError, "data.classes"):
             loaded(name)
         return
     model = loaded(name)
@@ -380,8 +379,8 @@ def test_a_head_is_kept_for_the_classes_that_it_has(
 def test_an_incomplete_checkpoint_is_no_model_without_a_head(tmp_path: Path) -> None:
     """Bert's pooler is not its head: no checkpoint of a language model that lacks it is a whole model."""
     name = folder_of(tmp_path, "bert", CAUSAL, is_decoder=True)
-    with pytest.raises(
-        ModelError, match=r"but 2 are not \(bert.pooler.dense.bias, bert.pooler.dense.weight\)"
+    with raises(
+        ModelError, "model.name", says="2 are not (bert.pooler.dense.bias, bert.pooler.dense.weight)"
     ):
         loaded(name)
 
@@ -416,9 +415,7 @@ def test_muon_leaves_the_head_to_adamw() -> None:
 
 
 def test_a_head_gets_no_adapter_and_no_low_precision() -> None:
-    with pytest.raises(
-        ModelError, match=r"model.adapter.targets is 'score': expected all-linear alone, or names"
-    ):
+    with raises(ModelError, "model.adapter.targets", says="alone"):
         loaded(*FFA, 'model.adapter.targets=["score"]')
     parameters = dict(loaded(*FFA, "model.adapter.base_precision=bfloat16").module.named_parameters())
     lowered = {name for name, each in parameters.items() if each.dtype == torch.bfloat16}
@@ -566,37 +563,40 @@ def test_a_weight_raises_the_recall_of_a_rare_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "field", "says"),
     [
-        (("data.format=prompt",), r"data.task is .classify.: expected another value"),
-        (('data.classes=["one"]',), r"data.classes is 1: expected 2 to 256 classes"),
-        (("data.classes=[]",), r"data.classes is .*: expected a value with data.task"),
-        (('data.classes=["a", "b", "a"]',), r"data.classes is 'a': expected 2 to 256"),
-        (('data.classes=["a", ""]',), r"data.classes is '': expected 2 to 256"),
+        (("data.format=prompt",), "data.task", "another value"),
+        (('data.classes=["one"]',), "data.classes", "is 1: expected 2 to 256"),
+        (("data.classes=[]",), "data.classes", "a value with data.task"),
+        (('data.classes=["a", "b", "a"]',), "data.classes", "is 'a': expected 2 to 256"),
+        (('data.classes=["a", ""]',), "data.classes", "is '': expected 2 to 256"),
         (
             ("data.task=generate", 'data.classes=["a", "b"]'),
-            r'data.classes is .*: expected no value; only valid with data.task = "classify"',
+            "data.classes",
+            'only valid with data.task = "classify"',
         ),
-        (("data.task=generate", "data.classes=[]", "data.label_field=kind"), r"data.label_field is 'kind'"),
-        (("data.class_weights=[1.0, 2.0]",), r"data.class_weights is 2: expected 3 weights, one for each"),
-        (("data.class_weights=[1.0, 0.0, 1.0]",), r"data.class_weights"),
-        (("data.class_weights=[1.0, -1.0, 1.0]",), r"data.class_weights"),
-        (("data.class_weights=[1.0, inf, 1.0]",), r"data.class_weights"),
-        (("data.class_weights=[1.0, nan, 1.0]",), r"data.class_weights"),
-        (("data.class_weights=[1.0, 1001.0, 1.0]",), r"data.class_weights"),
+        (("data.task=generate", "data.classes=[]", "data.label_field=kind"), "data.label_field", "kind"),
+        (("data.class_weights=[1.0, 2.0]",), "data.class_weights", "is 2: expected 3"),
+        (("data.class_weights=[1.0, 0.0, 1.0]",), "data.class_weights[1]", "0.0"),
+        (("data.class_weights=[1.0, -1.0, 1.0]",), "data.class_weights[1]", "-1.0"),
+        (("data.class_weights=[1.0, inf, 1.0]",), "data.class_weights[1]", "inf"),
+        (("data.class_weights=[1.0, nan, 1.0]",), "data.class_weights[1]", "nan"),
+        (("data.class_weights=[1.0, 1001.0, 1.0]",), "data.class_weights[1]", "1001.0"),
         (
             ("data.task=generate", "data.classes=[]", "data.class_weights=[1.0]"),
-            r"data.class_weights is .*: expected no value; only valid with data.task",
+            "data.class_weights",
+            "only valid with data.task",
         ),
         (
             (*RECORD, "privacy.record=window"),
-            r"privacy.record is 'window': expected no value; only valid with",
+            "privacy.record",
+            "only valid",
         ),
-        ((*RECORD, "privacy.windows=2"), r"privacy.windows is 2: expected no value"),
+        ((*RECORD, "privacy.windows=2"), "privacy.windows", "no value"),
     ],
 )
-def test_an_unsound_plan_is_refused(settings: tuple[str, ...], line: str) -> None:
-    with pytest.raises(PlanError, match=line):
+def test_an_unsound_plan_is_refused(settings: tuple[str, ...], field: str, says: str) -> None:
+    with raises(PlanError, field, says=says):
         plan_of(*settings)
 
 

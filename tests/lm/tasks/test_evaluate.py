@@ -22,6 +22,7 @@ from cloister.protocol.plan.soundness import parse
 from cloister.server.round.evaluate import at_coordinator
 from cloister.simulations.audit.audited import played
 from cloister.tests.parties.federation import RECORD, Federation, tiny, whole, write_records
+from cloister.tests.tools.raises import raises
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -179,7 +180,7 @@ def test_nothing_to_score(model: LanguageModel) -> None:
     empty = evaluate(model.module, Sequences(none, none, None, 0), 4, CPU)
     assert empty == HeldOut()
     assert all(map(math.isnan, (empty.loss, empty.perplexity, empty.accuracy, empty.bits_per_byte)))
-    with pytest.raises(DataError, match="batch_size"):
+    with raises(DataError, "batch_size"):
         evaluate(model.module, some(), 0, CPU)
 
 
@@ -264,9 +265,9 @@ def test_a_site_evaluates_on_the_subset_in_every_round(tmp_path: Path) -> None:
 
 
 def test_a_subset_of_no_evaluation_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"server.evaluation_sequences is 5: expected no value"):
+    with raises(PlanError, "server.evaluation_sequences", says="no value"):
         tiny("server.evaluation=none", "server.evaluation_sequences=5")
-    with pytest.raises(PlanError, match=r"server.evaluation_sequences"):
+    with raises(PlanError, "server.evaluation_sequences"):
         tiny("server.evaluation_sequences=0")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cloister.lm.text.corpus import corpus_records
 from cloister.protocol.errors import DataError
+from cloister.tests.tools.raises import raises
 
 
 def test_python_docs() -> None:
@@ -61,7 +62,7 @@ def test_a_single_text_file_is_distributed_by_paragraphs_or_lines(
     ("name", "nearest"), [("builtin:python-doc", "python-docs"), ("builtin:stdlib", "python-stdlib")]
 )
 def test_an_unknown_builtin_is_refused(name: str, nearest: str) -> None:
-    with pytest.raises(DataError, match=f"^public.source is '{name}'.*did you mean builtin:{nearest}"):
+    with raises(DataError, "public.source", says=(f"'{name}'", f"mean builtin:{nearest}")):
         corpus_records(name, field="public.source")
 
 

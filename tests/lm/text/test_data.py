@@ -36,6 +36,7 @@ from cloister.lm.text.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan.plan import DataSection, PrivacySection
 from cloister.tests.parties.federation import PRIVATE, changed, tiny
+from cloister.tests.tools.raises import raises
 
 BYTES = byte_tokenizer()
 EOS = 256
@@ -88,7 +89,7 @@ def check(sequences: Sequences, length: int) -> None:
 def test_packed_text_is_the_documents_joined(texts: list[str], length: int) -> None:
     data = DataSection(sequence_length=length, held_out=0)
     if not any(texts):
-        with pytest.raises(DataError, match="at least one record with a learnable token"):
+        with raises(DataError, "data.text", says="learnable"):
             prepare([{"text": text} for text in texts], BYTES, data, seed=0)
         return
     prepared = prepare([{"text": text} for text in texts], BYTES, data, seed=0)
@@ -251,7 +252,7 @@ def test_one_single_record_that_cannot_be_divided_is_refused(row: dict[str, Any]
     format_: Literal["text", "prompt", "messages"] = (
         "text" if "text" in row else "prompt" if "prompt" in row else "messages"
     )
-    with pytest.raises(DataError, match="expected at least two records, so that one can be held out"):
+    with raises(DataError, f"data.{format_}", says="two records"):
         prepare([row], BYTES, DataSection(format=format_), seed=0)
 
 
@@ -566,16 +567,17 @@ def test_a_plan_by_which_no_record_is_of_use_is_refused_to_the_owner_of_all_reco
         check_usable(records, BYTES, plan, Unusable())
 
     check_([*owned([(None, "x")]), *records], owner="who")
-    for records_, fields, complaint in (
-        (records, {"owner": "patient"}, "field patient is None: expected text or a whole number"),
-        (records, {"owner": "who", "text_field": "body"}, "record 1: expected a field 'body'"),
+    for records_, fields, field, says in (
+        (records, {"owner": "patient"}, "field patient", ("text or a whole number",)),
+        (records, {"owner": "who", "text_field": "body"}, "record 1", ("'body'",)),
         (
             owned([("a", "")]),
             {"owner": "who"},
-            "a learnable token in its first 64 tokens, but none of the 1 has",
+            "data.text",
+            ("learnable", "64 tokens", "none of the 1"),
         ),
     ):
-        with pytest.raises(DataError, match=complaint):
+        with raises(DataError, field, says=says):
             check_(records_, **fields)
 
 
@@ -711,9 +713,9 @@ def test_damage_is_named(tmp_path: Path, some: Prepared) -> None:
     write_prepared(tmp_path / "x", [some])
     file = tmp_path / "x" / "labels.bin"
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(DataError, match=r"^prepared data is .*remove the folder"):
+    with raises(DataError, "prepared data"):
         load_prepared(tmp_path / "x")
-    with pytest.raises(DataError, match=r"^prepared data is"):
+    with raises(DataError, "prepared data"):
         load_prepared(tmp_path / "y")
 
 
@@ -724,7 +726,7 @@ def test_a_full_disk_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match="No space left"):
+    with raises(StorageError, tmp_path / "tokens-2-key", says="No space left"):
         cached(tmp_path, "key", lambda: some)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
@@ -784,5 +786,5 @@ def test_epochs_and_seeds_differ() -> None:
 
 @pytest.mark.parametrize(("n", "batch_size"), [(0, 1), (1, 0)])
 def test_batches_of_nothing_are_refused(n: int, batch_size: int) -> None:
-    with pytest.raises(ValueError, match="both must be at least 1"):
+    with raises(ValueError, f"batches of {batch_size} from {n} sequences"):
         batches(n, batch_size, (0,))

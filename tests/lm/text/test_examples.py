@@ -20,6 +20,7 @@ from cloister.lm.text.records import Records, Unusable, read_each, read_records
 from cloister.lm.text.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import DataSection
+from cloister.tests.tools.raises import raises
 
 Format = Literal["text", "prompt", "messages"]
 
@@ -199,65 +200,71 @@ def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("format_", "row", "complaint"),
+    ("format_", "row", "field", "says"),
     [
         (
             "text",
             {"body": "x", "n": 1, "text": None},
-            "^record 2: expected a field 'text'; the fields of the record: body, n; set the",
+            "record 2",
+            ("'text'", "body, n"),
         ),
-        ("text", {}, "^record 2: expected a field 'text'; the fields of the record: none"),
-        ("text", {"text": 3}, "^record 2, field text is 3: expected text"),
-        ("text", "abc", "^record 2 is 'abc': expected an object with named fields"),
+        ("text", {}, "record 2", ("'text'", "none")),
+        ("text", {"text": 3}, "record 2, field text", "3"),
+        ("text", "abc", "record 2", "an object"),
         (
             "prompt",
             {"prompt": "x", "answer": "y"},
-            "^record 2: expected a field 'completion'; the fields of the record: answer, prompt",
+            "record 2",
+            ("'completion'", "answer, prompt"),
         ),
         (
             "messages",
             {"messages": "hi"},
-            r"^record 2, field messages is 'hi': expected a list of \{role, content\}",
+            "record 2, field messages",
+            ("'hi'", "a list"),
         ),
         (
             "messages",
             {"messages": [{"role": "user"}]},
-            "^record 2, field messages .*a text role and a text content",
+            "record 2, field messages",
+            "a text role",
         ),
-        ("messages", {"messages": ["hi"]}, "^record 2, field messages"),
+        ("messages", {"messages": ["hi"]}, "record 2, field messages", "hi"),
     ],
 )
-def test_a_wrong_record_is_refused(format_: Format, row: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_record_is_refused(
+    format_: Format, row: dict[str, Any], field: str, says: str | tuple[str, ...]
+) -> None:
     good = {
         "text": "x",
         "prompt": "x",
         "completion": "y",
         "messages": [{"role": "assistant", "content": "x"}],
     }
-    with pytest.raises(DataError, match=complaint):
+    with raises(DataError, field, says=says):
         examples([good, row], BYTES, format_)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"^data\.format is 'messages'.*has no chat template"):
+    with raises(DataError, "data.format", says="chat template"):
         examples([{"messages": []}], tokenizer, "messages")
 
 
 @pytest.mark.parametrize(
-    ("template", "complaint"),
+    ("template", "says"),
     [
-        ("{{ raise_exception('roles must alternate') }}", r"^record 1: .*roles must alternate"),
-        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", r"^record 1: expected a chat that .*str"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "^record 1: expected a chat template that keeps"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", ("accepts", "str")),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "keeps"),
     ],
 )
-def test_a_chat_that_its_template_refuses_is_refused(template: str, complaint: str) -> None:
+def test_a_chat_that_its_template_refuses_is_refused(template: str, says: str | tuple[str, ...]) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     rows = [{"messages": [{"role": "assistant", "content": "x"}]}]
-    with pytest.raises(DataError, match=complaint):
+    with raises(DataError, "record 1", says=says):
         examples(rows, tokenizer, "messages")
 
 

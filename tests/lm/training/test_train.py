@@ -25,6 +25,7 @@ from cloister.protocol.errors import DataError, ModelError, StorageError, Update
 from cloister.protocol.plan.plan import LocalSection, Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.tools.carrying import carry_in
+from cloister.tests.tools.raises import raises
 
 # PEFT asks transformers 5.23 for a property under the name that transformers is phasing out.
 pytestmark = [
@@ -437,7 +438,7 @@ def test_a_disk_that_refuses_the_state(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
-    with pytest.raises(StorageError, match="No space left"):
+    with raises(StorageError, "moments", says="No space left"):
         run.train(round=2, state=tmp_path)
     monkeypatch.undo()
     again = run.train(round=2, state=tmp_path)
@@ -449,18 +450,18 @@ def test_a_disk_that_refuses_the_state(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_numbers_that_are_not_finite() -> None:
     run = Run(plan_of("llama", "local.learning_rate=1e30", "local.clip_norm=0"))
-    with pytest.raises(UpdateError, match=r"round 2 is .*finite.*lower local\.learning_rate"):
+    with raises(UpdateError, "the update of round 2"):
         run.train(round=2)
     start = run.start.copy()
     start[5] = np.nan
-    with pytest.raises(UpdateError, match="finite"):
+    with raises(UpdateError, "the update of round 1"):
         run.train(start)
 
 
 def test_a_broken_round_does_not_touch_the_next(tmp_path: Path) -> None:
     run = Run(plan_of("llama", *KEEP))
     expected = run.train()
-    with pytest.raises(UpdateError, match="finite"):
+    with raises(UpdateError, "the update of round 1"):
         run.train(np.full_like(run.start, np.inf), state=tmp_path)
     assert not [*tmp_path.rglob("moments")]
     np.testing.assert_array_equal(run.train().vector, expected.vector)
@@ -468,13 +469,13 @@ def test_a_broken_round_does_not_touch_the_next(tmp_path: Path) -> None:
 
 def test_no_sequences() -> None:
     none = np.zeros((0, 16), np.int32)
-    with pytest.raises(DataError, match="at least one training sequence"):
+    with raises(DataError, "sequences"):
         Run(plan_of()).train(data=Sequences(none, none, None, 0))
 
 
 def test_a_vector_of_another_model() -> None:
     run = Run(plan_of())
-    with pytest.raises(UpdateError, match=f"shape \\({run.start.size},\\)"):
+    with raises(UpdateError, "the model's vector", says=f"({run.start.size},)"):
         run.train(run.start[:-1])
 
 
@@ -485,7 +486,7 @@ def test_too_little_memory() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run.model.module.register_forward_pre_hook(exhausted)
-    with pytest.raises(ModelError, match=r"local\.batch_size is 4.*local\.accumulation"):
+    with raises(ModelError, "local.batch_size"):
         run.train()
 
 

@@ -39,6 +39,7 @@ from cloister.privacy.ledger.ledger import (
 )
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError
 from cloister.tests.parties.federation import spent_on, verified
+from cloister.tests.tools.raises import raises
 
 DELTA = 1e-5
 
@@ -171,7 +172,7 @@ def test_the_same_id_with_other_content_is_refused(ledger: Ledger, field: str) -
     value = getattr(charge(), field)
     other: Any = value + "0" if isinstance(value, str) else value * 2
     changed = dataclasses.replace(charge(), **{field: other})
-    with pytest.raises(LedgerError, match=r"'run-a/1'.*entry 1\b"):
+    with raises(LedgerError, "ledger.sqlite: charge", says=("'run-a/1'", "entry 1,")):
         ledger.charge(changed, None)
     assert len(ledger.entries()) == 1
 
@@ -189,13 +190,14 @@ def test_the_same_id_with_other_content_is_refused(ledger: Ledger, field: str) -
     ],
 )
 def test_a_charge_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    (name,) = wrong
+    with raises(ValueError, name, f"{name} of a charge"):
         charge(**wrong)
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(-1.0, DELTA), (math.nan, DELTA), (1.0, 0.0), (1.0, 1.0)])
 def test_a_budget_out_of_range_cannot_be_made(epsilon: float, delta: float) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    with raises(ValueError, "delta", "epsilon of a budget"):
         Budget(epsilon, delta)
 
 
@@ -209,7 +211,7 @@ def test_a_ledger_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_ledger_belongs_to_one_owner(ledger: Ledger, path: Path) -> None:
     ledger.charge(charge(), None)
-    with pytest.raises(LedgerError, match="the ledger of site-1"):
+    with raises(LedgerError, path, says="site-1"):
         Ledger(path, "site-2", added)
 
 
@@ -294,7 +296,7 @@ def test_whatever_is_changed_in_a_chain_is_found_there(
     rows[row][column] = data.draw(
         other.get(type(old), st.binary(max_size=32)).filter(lambda new: repr(new) != repr(old))
     )
-    with pytest.raises(LedgerError, match=rf"entry {row + 1}\b"):
+    with raises(LedgerError, f"ledger: entry {row + 1}"):
         History.of(rows)
 
 
@@ -307,12 +309,12 @@ def test_an_entry_that_is_out_of_place_is_found(
     copied = rows[: at + 1] + rows[at:]
     renumbered = [[number, *row[1:]] for number, row in enumerate(copied, 1)]
     for altered in (copied, renumbered):
-        with pytest.raises(LedgerError, match=rf"entry {at + 2}\b"):
+        with raises(LedgerError, f"ledger: entry {at + 2}"):
             History.of(altered)
     if at < len(rows) - 1:
         removed = rows[:at] + rows[at + 1 :]
         for altered in (removed, [[number, *row[1:]] for number, row in enumerate(removed, 1)]):
-            with pytest.raises(LedgerError, match=rf"entry {at + 1}\b"):
+            with raises(LedgerError, f"ledger: entry {at + 1}"):
                 History.of(altered)
 
 
@@ -327,7 +329,7 @@ def test_a_cut_tail_and_a_chain_made_anew_show_only_against_a_noted_head(
         altered.append(chained(cheaper, time_s))
     for rows in altered:
         history = History.of(rows)  # it holds
-        with pytest.raises(LedgerError, match=f"noted head {noted}"):
+        with raises(LedgerError, "ledger: head", says=noted):
             history.verified(noted)
 
 
@@ -389,7 +391,7 @@ def test_an_altered_column_is_named_by_its_entry(
         db.execute(f"UPDATE entries SET {column} = ? WHERE number = 2", (value,))
         for guard in guards:
             db.execute(guard)
-    with pytest.raises(LedgerError, match=r"entry 2\b"):
+    with raises(LedgerError, "ledger.sqlite: entry 2"):
         read_history(path)
     for act in (
         lambda: verified(ledger),
@@ -397,7 +399,7 @@ def test_an_altered_column_is_named_by_its_entry(
         lambda: spent_on(ledger, "ward", DELTA),
         lambda: ledger.charge(charge(4), None),
     ):
-        with pytest.raises(LedgerError, match=r"entry 2\b"):
+        with raises(LedgerError, "ledger.sqlite: entry 2"):
             act()
 
 
@@ -406,7 +408,7 @@ def test_text_that_is_no_text_is_refused_in_one_line(ledger: Ledger, path: Path)
     with raw(path) as db:
         unguarded(db)
         db.execute("UPDATE entries SET what = CAST(x'ff' AS TEXT)")
-    with pytest.raises(LedgerError, match="UTF-8"):
+    with raises(LedgerError, "ledger.sqlite", says="UTF-8"):
         verified(ledger)
 
 
@@ -429,7 +431,7 @@ def test_entries_are_only_added(ledger: Ledger, path: Path, statement: str) -> N
     with raw(path) as db:
         before = db.execute("SELECT * FROM entries").fetchall()
         db.execute("PRAGMA recursive_triggers = OFF")  # with them on, REPLACE alone would be caught anyway
-        with pytest.raises(sqlite3.IntegrityError, match=r"entry is (never|only)"):
+        with raises(sqlite3.IntegrityError, "an entry"):
             db.execute(statement)
         assert db.execute("SELECT * FROM entries").fetchall() == before
         unguarded(db)  # and without the guards it is done
@@ -443,7 +445,7 @@ def test_guards_that_are_gone_are_noticed(ledger: Ledger, path: Path) -> None:
     ledger.charge(charge(), None)
     with raw(path) as db:
         unguarded(db)
-    with pytest.raises(LedgerError, match="the table and the triggers"):
+    with raises(LedgerError, "ledger.sqlite", says="triggers"):
         ledger.charge(charge(2), None)
 
 
@@ -484,7 +486,7 @@ def test_reading_makes_no_ledger(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="unable to open"):
+    with raises(StorageError, "ledger.sqlite", says="unable to open"):
         Ledger(tmp_path / "none" / "ledger.sqlite", "site-1", added)
 
 
@@ -495,7 +497,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(ledger: Ledger, path: Path) -> 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        with pytest.raises(StorageError, match="disk"):
+        with raises(StorageError, "ledger.sqlite", says="disk"):
             ledger.charge(long, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -516,7 +518,7 @@ def test_a_file_that_may_not_be_written_is_refused() -> None:
         if user == 0:
             os.seteuid(65534)  # root may write everywhere
         try:
-            with pytest.raises(StorageError, match="readonly"):
+            with raises(StorageError, "ledger.sqlite", says="readonly"):
                 ledger.charge(charge(2), None)
             assert read_history(path).verified().entries == 1  # it can be checked all the same
         finally:
@@ -528,13 +530,13 @@ def test_waiting_for_other_processes_ends(path: Path) -> None:
     ledger = Ledger(path, "site-1", added, patience_s=0.01)
     with raw(path) as db:
         db.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StorageError, match=r"free within 0\.01 s"):
+        with raises(StorageError, "ledger.sqlite", says="0.01 s"):
             ledger.charge(charge(), None)
         db.execute("ROLLBACK")
         # A reader lets a charge begin, and not commit.
         db.execute("BEGIN")
         db.execute("SELECT * FROM entries").fetchall()
-        with pytest.raises(StorageError, match=r"free within 0\.01 s"):
+        with raises(StorageError, "ledger.sqlite", says="0.01 s"):
             ledger.charge(charge(), None)
         db.execute("COMMIT")
     assert verified(ledger).entries == 0

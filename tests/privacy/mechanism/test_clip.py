@@ -20,6 +20,7 @@ from cloister.privacy.mechanism.clip import BETA, l2_norm, rounded_l1, rounded_l
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import BLOCK
+from cloister.tests.tools.raises import raises
 
 STREAM = NoiseStream.from_declared_seed(7)
 LARGEST = float(np.finfo(np.float32).max)
@@ -82,10 +83,10 @@ def test_what_is_not_finite_is_named_and_nothing_is_written(value: float, where:
     vector = np.full(2 * BLOCK + 7, 100.0, np.float32)
     vector[where:] = value
     out = np.zeros_like(vector)
-    with pytest.raises(UpdateError, match=rf"update\[{where}\] is -?(nan|inf): expected a finite number"):
+    with raises(UpdateError, f"update[{where}]", says="finite"):
         clip.clip(vector, 1.0, out)
     assert not out.any()
-    with pytest.raises(UpdateError, match=rf"update\[{where}\]"):
+    with raises(UpdateError, f"update[{where}]"):
         clip.integer_round(vector, 1.0, 1e6, STREAM, vector.size)
 
 
@@ -137,14 +138,14 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     right = np.ones(4, np.float32)
     wrongs: list[Any] = [np.ones(4), np.ones((2, 2), np.float32), np.ones(4, np.int64)]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match="vector is"):
+        with raises(ValueError, "vector"):
             clip.clip(wrong, 1.0)
-        with pytest.raises(ValueError, match="out is"):
+        with raises(ValueError, "out", says="dimension"):
             clip.clip(right, 1.0, wrong)
-    with pytest.raises(ValueError, match="out has 5 elements: expected 4"):
+    with raises(ValueError, "out", says="5 elements"):
         clip.clip(right, 1.0, np.ones(5, np.float32))
     for bound in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="bound is"):
+        with raises(ValueError, "bound"):
             clip.clip(right, bound)
     np.testing.assert_array_equal(right, 1)
 
@@ -264,31 +265,29 @@ def test_rounding_ends_though_every_try_misses() -> None:
 
 
 def test_an_update_that_was_not_clipped_is_not_rounded() -> None:
-    with pytest.raises(
-        UpdateError, match=r"norm of the update is 5\.0: expected at most the clipping norm 4\.9; clip"
-    ):
+    with raises(UpdateError, "norm of the update", says=("5.0", "4.9")):
         clip.integer_round(np.array([3, 4], np.float32), 1.0, 4.9, STREAM, 2)
 
 
 def test_a_grid_too_fine_for_the_ring_and_other_nonsense_is_refused() -> None:
     vector, random = np.zeros(4, np.float32), STREAM
     assert not clip.integer_round(vector, 2.0**31, 2.0, random, 4).any()
-    with pytest.raises(ValueError, match=r"scale \* l2_bound is .*: expected at most 2\^32"):
+    with raises(ValueError, "scale * l2_bound"):
         clip.integer_round(vector, 2.0**31, 2.1, random, 4)
     for value in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="scale is"):
+        with raises(ValueError, "scale"):
             clip.integer_round(vector, value, 1.0, random, 4)
-        with pytest.raises(ValueError, match="l2_bound is"):
+        with raises(ValueError, "l2_bound"):
             clip.integer_round(vector, 1.0, value, random, 4)
-        with pytest.raises(ValueError, match="bound is"):
+        with raises(ValueError, "bound"):
             rounded_l2(value, 4)
-        with pytest.raises(ValueError, match="l2 is"):
+        with raises(ValueError, "l2"):
             rounded_l1(value, 4)
     for beta in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match="beta is"):
+        with raises(ValueError, "beta"):
             rounded_l2(1.0, 4, beta)
     for count in (0, -1):
-        with pytest.raises(ValueError, match="d is"):
+        with raises(ValueError, "d"):
             rounded_l2(1.0, count)
-        with pytest.raises(ValueError, match="d is"):
+        with raises(ValueError, "d"):
             rounded_l1(1.0, count)

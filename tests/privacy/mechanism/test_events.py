@@ -23,6 +23,7 @@ from cloister.privacy.mechanism.events import (
     to_json,
 )
 from cloister.protocol.errors import AccountingError
+from cloister.tests.tools.raises import raises
 
 EVENTS = st.lists(
     st.one_of(
@@ -64,7 +65,7 @@ def test_json_is_canonical() -> None:
         '[{"mechanism":"gaussian","count":3,"noise_multiplier":1.0}]',
     ):
         assert json.loads(other) == json.loads(text)
-        with pytest.raises(AccountingError, match="canonical"):
+        with raises(AccountingError, "events", says="canonical"):
             from_json(other)
 
 

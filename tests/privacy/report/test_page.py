@@ -24,6 +24,7 @@ from cloister.privacy.report.page import MOST_POINTS, Tick, plot, to_html
 from cloister.privacy.report.report import RunReport, from_json, to_json, verdict
 from cloister.protocol.errors import CloisterError
 from cloister.tests.privacy.report.test_report import OBJECTIONS, SENTENCE, realistic, without_privacy
+from cloister.tests.tools.raises import raises
 
 
 class Reader(HTMLParser):
@@ -261,6 +262,6 @@ def test_the_command_writes_both_files_and_says_what_is_claimed(
 def test_the_command_refuses_a_file_as_its_folder(gathered: list[Path], tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("mine")
-    with pytest.raises(CloisterError, match="--output"):
+    with raises(CloisterError, "--output"):
         command.run(argparse.Namespace(json=False, run=str(tmp_path), output=str(taken)))
     assert taken.read_text() == "mine"

@@ -29,6 +29,7 @@ from cloister.privacy.report.report import (
     verdict,
 )
 from cloister.protocol.errors import CloisterError
+from cloister.tests.tools.raises import raises
 
 SITES = (
     "charite-berlin",
@@ -223,17 +224,17 @@ def test_without_the_guard_a_broken_ledger_would_be_signed(monkeypatch: pytest.M
 
 
 def test_a_claim_below_what_was_spent_cannot_be_made() -> None:
-    with pytest.raises(CloisterError, match=r"epsilon is 1\.5: expected at least the 1\.56 of round 11"):
+    with raises(CloisterError, "epsilon", says="1.56 of round 11"):
         realistic(epsilon=1.5)
     sites = (SiteRow("far", 1, 1, 1.68),)
-    with pytest.raises(CloisterError, match=r"at least the 1\.68 of site far"):
+    with raises(CloisterError, "epsilon", says="1.68 of site far"):
         realistic(sites=sites)
-    with pytest.raises(CloisterError, match="because unit is 'none'"):
+    with raises(CloisterError, "epsilon", says="unit is 'none'"):
         realistic(unit="none")
-    with pytest.raises(CloisterError, match="delta is None"):
+    with raises(CloisterError, "delta", says="None"):
         realistic(delta=None)
     for name in ("unit_in_words", "relation", "mechanism", "accountant"):
-        with pytest.raises(CloisterError, match=name):
+        with raises(CloisterError, name):
             realistic(**{name: " "})
 
 
@@ -247,7 +248,7 @@ def test_a_claim_below_what_was_spent_cannot_be_made() -> None:
     ids=["below the report", "falling", "falling from none"],
 )
 def test_a_group_is_not_claimed_to_cost_less_than_its_parts(groups: tuple[GroupRow, ...]) -> None:
-    with pytest.raises(CloisterError, match="groups"):
+    with raises(CloisterError, "groups"):
         realistic(groups=groups)
 
 
@@ -266,7 +267,7 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
     assert "it is without bound, no protection to speak of" in said(epsilon=None)
     lost = said(epsilon=None, problem="it is missing")
     assert "for this run alone (what all runs on 'letters' cost together is not known)" in lost
-    with pytest.raises(CloisterError, match=r"dataset\.epsilon is 1\.5: expected at least the 1\.6795"):
+    with raises(CloisterError, "dataset.epsilon", says="1.6795"):
         realistic(dataset=over_runs(epsilon=1.5))
     report = realistic(dataset=over_runs())
     assert from_json(to_json(report)) == report
@@ -312,28 +313,28 @@ def test_json_gives_the_report_back() -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (lambda found: found.pop("delta"), r"delta: expected .*\(field required\)"),
+        (lambda found: found.pop("delta"), "delta"),
         (lambda found: found.update(extra=1), "extra"),
         (lambda found: found.update(epsilon=float("nan")), "epsilon"),
         (lambda found: found.update(epsilon="1"), "epsilon"),
         (lambda found: found.update(epsilon=-1), "epsilon"),
-        (lambda found: found["ledger"]["rows"][3].update(hash=None), r"ledger\.rows\.3\.hash"),
+        (lambda found: found["ledger"]["rows"][3].update(hash=None), "ledger.rows.3.hash"),
         (lambda found: found.update(format=2), "format"),
     ],
 )
 def test_a_report_that_is_none_is_refused_by_name(change: Any, names: str) -> None:
     found = json.loads(to_json(realistic()))
     change(found)
-    with pytest.raises(CloisterError, match=rf"report\.json: .*{names}"):
+    with raises(CloisterError, f"report.json: {names}"):
         from_json(json.dumps(found))
 
 
 def test_a_report_that_contradicts_itself_is_not_read() -> None:
     found = json.loads(to_json(realistic()))
     found["epsilon"] = 0.5
-    with pytest.raises(CloisterError, match="at least the"):
+    with raises(CloisterError, "epsilon", says="at least"):
         from_json(json.dumps(found))
-    with pytest.raises(CloisterError, match=r"report\.json: text"):
+    with raises(CloisterError, "report.json: text"):
         from_json("{")
 
 

@@ -33,6 +33,7 @@ from cloister.protocol.machine.storage import sync_to_disk
 from cloister.server.federation.registry import Registry, Terms
 from cloister.tests.parties.provisioned import FOUNDING, NAMES, Parties, state
 from cloister.tests.tools.command import done, found, lone_refusal, ran, refusal
+from cloister.tests.tools.raises import raises
 
 TODAY = datetime.date(2026, 1, 2)
 
@@ -339,7 +340,7 @@ def test_a_registry_replaces_no_folder(parties: Parties) -> None:
     (parties.coordinator / "mine").write_text("mine")
     terms = Terms(name="x", door="a:1")
     request = Request.from_toml(Path(parties.request("a-hospital")["request"]).read_text())
-    with pytest.raises(RosterError, match="a new folder, or an empty one"):
+    with raises(RosterError, "--out", says="empty"):
         Registry.create(parties.coordinator, terms, [request], datetime.datetime.now(datetime.UTC))
     assert state(parties.coordinator) == {"mine": b"mine"}
 

@@ -13,6 +13,7 @@ import pytest
 from cloister.protocol.errors import StorageError
 from cloister.protocol.machine.storage import sync_folders, write_bytes, write_file, write_folder, write_new
 from cloister.tests.tools.power import Power
+from cloister.tests.tools.raises import raises
 
 
 def full_disk(path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_bytes(path, b"one")
-    with pytest.raises(StorageError, match="No space left on device") as caught:
+    with raises(StorageError, "file", says="No space left") as caught:
         write_file(path, full_disk)
     assert str(path) in str(caught.value)
     assert "continue the run" in str(caught.value)
@@ -42,7 +43,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     write_folder(path, lambda folder: write_bytes(folder / "a", b"one"))
-    with pytest.raises(StorageError, match="No space left on device"):
+    with raises(StorageError, "folder", says="No space left"):
         write_folder(path, full_disk)
     assert (path / "a").read_bytes() == b"one"
     write_folder(path, lambda folder: write_bytes(folder / "b", b"two"))
@@ -113,7 +114,7 @@ def test_a_full_disk_leaves_no_half_of_a_new_file(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match="No space left on device"):
+    with raises(StorageError, "file", says="No space left"):
         write_new(tmp_path / "file", b"content")
     assert os.listdir(tmp_path) == []
 

@@ -14,6 +14,7 @@ from cloister.protocol.identity.roster import Card, Roster
 from cloister.protocol.messages.messages import LONGEST_REASON, Refused
 from cloister.protocol.messages.refusal import sign_refusal, verify_refusal
 from cloister.protocol.messages.wire import VERSION, from_bytes, to_bytes
+from cloister.tests.tools.raises import raises
 
 PLAN = bytes.fromhex("12" * 32)
 RUN = "0a1b2c"
@@ -58,7 +59,7 @@ def test_a_refusal_that_was_altered_is_not_the_sites_own(
 ) -> None:
     altered = dataclasses.replace(refusal, **{field: value})
     arrived = from_bytes(Refused, to_bytes(altered))
-    with pytest.raises(SignatureError, match=arrived.site):
+    with raises(SignatureError, f"refusal of {arrived.site}"):
         verify_refusal(arrived, roster, run=arrived.run, plan=arrived.plan)
 
 
@@ -83,9 +84,9 @@ def test_a_refusal_in_the_name_of_another_site_is_not_believed(
 
 
 def test_a_refusal_of_another_run_or_plan_is_stale(refusal: Refused, roster: Roster) -> None:
-    with pytest.raises(StaleError, match="run of the refusal"):
+    with raises(StaleError, "run of the refusal of site-1"):
         verify_refusal(refusal, roster, run="ffff", plan=PLAN)
-    with pytest.raises(StaleError, match="plan digest of the refusal"):
+    with raises(StaleError, "plan digest of the refusal of site-1"):
         verify_refusal(refusal, roster, run=RUN, plan=bytes.fromhex("34" * 32))
 
 
@@ -98,17 +99,17 @@ def test_a_reason_is_signed_as_one_printable_line(keys: dict[str, Ed25519Private
 
 
 @pytest.mark.parametrize(
-    ("run", "plan", "reason", "error"),
+    ("run", "plan", "reason", "error", "field"),
     [
-        ("r", PLAN, "no\x1b[2J", EncodingError),
-        ("r", PLAN, "no\nyes", EncodingError),
-        ("r", PLAN, "", EncodingError),
-        ("r", PLAN, "x" * 1001, EncodingError),
-        ("", PLAN, "no", StaleError),
-        ("r\x07", PLAN, "no", StaleError),
-        ("r" * 65, PLAN, "no", EncodingError),
-        ("r", PLAN + b"A", "no", EncodingError),
-        ("r", PLAN[:-1], "no", EncodingError),
+        ("r", PLAN, "no\x1b[2J", EncodingError, "reason of a refusal"),
+        ("r", PLAN, "no\nyes", EncodingError, "reason of a refusal"),
+        ("r", PLAN, "", EncodingError, "reason of a refusal"),
+        ("r", PLAN, "x" * 1001, EncodingError, "Refused.reason"),
+        ("", PLAN, "no", StaleError, "run of the refusal of site-1"),
+        ("r\x07", PLAN, "no", StaleError, "run of the refusal of site-1"),
+        ("r" * 65, PLAN, "no", EncodingError, "Refused.run"),
+        ("r", PLAN + b"A", "no", EncodingError, "Refused.plan"),
+        ("r", PLAN[:-1], "no", EncodingError, "Refused.plan"),
     ],
 )
 def test_a_refusal_that_cannot_be_shown_is_refused_although_it_is_signed(
@@ -118,10 +119,11 @@ def test_a_refusal_that_cannot_be_shown_is_refused_although_it_is_signed(
     plan: bytes,
     reason: str,
     error: type[Exception],
+    field: str,
 ) -> None:
     signature = keys["site-1"].sign(pack("cloister-refusal-1", "site-1", run, plan.hex(), reason))
     sent = to_bytes(Refused("site-1", run, plan, reason, signature))
-    with pytest.raises(error, match=r"of (a|the) refusal|Refused\."):
+    with raises(error, field):
         verify_refusal(from_bytes(Refused, sent), roster, run="r", plan=PLAN)
 
 

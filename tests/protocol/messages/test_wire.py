@@ -50,6 +50,7 @@ from cloister.protocol.messages.wire import (
     from_bytes,
 )
 from cloister.protocol.plan.threshold import LARGEST
+from cloister.tests.tools.raises import raises
 
 KINDS: list[type[Any]] = [kind for kind in vars(messages).values() if dataclasses.is_dataclass(kind)]  # type: ignore[misc]  # classes, not instances
 """Every message, and what messages are made of."""
@@ -199,7 +200,7 @@ class Endless:
 
 def test_a_field_without_a_limit_would_be_found() -> None:
     assert len(list(unlimited(hints_of(Endless)["names"]))) == 2
-    with pytest.raises(AssertionError, match=r"Endless\.names has no limit in its type"):
+    with raises(AssertionError, "Endless.names", says="no limit"):
         decode((Endless,), encode(Endless(("a",))))
 
 
@@ -271,16 +272,15 @@ def test_a_field_at_its_limit_is_accepted_and_one_past_it_is_refused(kind: type[
         if accepted:
             assert getattr(decode((kind,), frames), name) == value
         else:
-            with pytest.raises(
-                EncodingError, match=rf"{kind.__name__}\.{name} .*(characters|bytes|items)': expected"
-            ):
+            with raises(EncodingError, f"{kind.__name__}.{name}") as caught:
                 decode((kind,), frames)
+            assert str(caught.value.value).endswith((" characters", " bytes", " items"))
     assert seen == {True, False}
 
 
 def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LONGEST", 100)
-    with pytest.raises(EncodingError, match="'101 bytes': expected at most 100"):
+    with raises(EncodingError, "message", says="101 bytes"):
         decode_request([bytes(101)])
 
 
@@ -289,20 +289,20 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 
 @pytest.mark.parametrize("version", ["cloister/wire/5", "cloister/wire/8", "", 1, b"cloister/wire/7", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
-    with pytest.raises(EncodingError, match="install the same release of cloister at the coordinator and"):
+    with raises(EncodingError, "version of the message", says="same release"):
         decode_reply([pack(version, "Joined", "site-0", b"", struct.pack(">d", 1.0))])
     assert decode_reply([pack(VERSION, "Joined", "site-0", b"", struct.pack(">d", 1.0))]) == Joined("site-0")
 
 
 def test_a_message_of_another_kind_is_refused() -> None:
     for kind in REQUESTS:
-        with pytest.raises(EncodingError, match="expected Joined or Advertise or "):
+        with raises(EncodingError, "message", says="Joined or Advertise or "):
             decode_reply(encode(plain(kind)))
     for kind in REPLIES:
-        with pytest.raises(EncodingError, match="expected Join or Agree or Contribute"):
+        with raises(EncodingError, "message", says="Join or Agree or Contribute"):
             decode_request(encode(plain(kind)))
     for name in ("Endless", "object", "", 1, b"Join", ("Join",)):
-        with pytest.raises(EncodingError, match="expected Join or Agree or Contribute"):
+        with raises(EncodingError, "message", says="Join or Agree or Contribute"):
             decode_request([pack(VERSION, name)])
     with pytest.raises(EncodingError):
         decode_request([pack(VERSION)])
@@ -317,7 +317,7 @@ def test_no_message_at_all_is_refused(frames: list[bytes]) -> None:
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused(seconds: float) -> None:
     frames = encode(dataclasses.replace(CONTRIBUTION, seconds=seconds))
-    with pytest.raises(EncodingError, match=r"Contribution\.seconds .* expected a finite number"):
+    with raises(EncodingError, "Contribution.seconds", says="finite"):
         decode_reply(frames)
 
 
@@ -327,25 +327,25 @@ def test_a_number_that_is_not_finite_is_refused(seconds: float) -> None:
 def test_a_number_has_one_form(seconds: Any) -> None:
     first, vector = as_bytes(encode(CONTRIBUTION))
     *fields, _ = unpack(first)
-    with pytest.raises(EncodingError, match=r"Contribution\.seconds"):
+    with raises(EncodingError, "Contribution.seconds"):
         decode_reply([pack(*fields, seconds), vector])
 
 
 def test_every_vector_has_exactly_one_frame() -> None:
     first, model = as_bytes(encode(CONTRIBUTE))
-    for frames, what in (
-        ([first], r"Contribute\.model is 'missing': expected a frame with 5 elements"),
-        ([first, model, model], "'2 vectors': expected 1, as it announces"),
-        ([first, model, b""], "'2 vectors': expected 1, as it announces"),
-        ([first, b""], "'0 bytes': expected 5 elements of float32"),
-        ([first, model[:-1]], "'19 bytes': expected 5 elements of float32"),
-        ([first, model + model], "'40 bytes': expected 5 elements of float32"),
-        ([model, first], None),
-        ([first, *[b""] * (wire.MOST_VECTORS + 1)], f"'{wire.MOST_VECTORS + 2} frames'"),
+    for frames, field, says in (
+        ([first], "Contribute.model", ("'missing'", "5 elements")),
+        ([first, model, model], "message", ("'2 vectors'", "expected 1,")),
+        ([first, model, b""], "message", ("'2 vectors'", "expected 1,")),
+        ([first, b""], "Contribute.model", ("'0 bytes'", "5 elements")),
+        ([first, model[:-1]], "Contribute.model", ("'19 bytes'", "5 elements")),
+        ([first, model + model], "Contribute.model", ("'40 bytes'", "5 elements")),
+        ([model, first], "message", ()),
+        ([first, *[b""] * (wire.MOST_VECTORS + 1)], "message", (f"'{wire.MOST_VECTORS + 2} frames'",)),
     ):
-        with pytest.raises(EncodingError, match=what):
+        with raises(EncodingError, field, says=says):
             decode_request(frames)
-    with pytest.raises(EncodingError, match="'1 vectors': expected 0"):
+    with raises(EncodingError, "message", says="1 vectors"):
         decode_reply([*encode(Joined("site-0")), b""])
 
 
@@ -353,7 +353,7 @@ def test_every_vector_has_exactly_one_frame() -> None:
 def test_a_vector_of_another_element_type_is_refused(dtype: Value) -> None:
     version, kind, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
     fields[3] = (dtype, 5)
-    with pytest.raises(EncodingError, match=r"Contribute\.model .* expected a vector of float32"):
+    with raises(EncodingError, "Contribute.model", says="a vector of float32"):
         decode_request([pack(version, kind, *fields), VECTOR])
 
 
@@ -361,7 +361,7 @@ def test_a_vector_of_another_element_type_is_refused(dtype: Value) -> None:
 def test_a_vector_of_another_length_than_announced_is_refused(size: Value) -> None:
     version, kind, *fields = unpack(as_bytes(encode(CONTRIBUTE))[0])
     fields[3] = ("float32", size)
-    with pytest.raises(EncodingError, match=r"Contribute\.model"):
+    with raises(EncodingError, "Contribute.model"):
         decode_request([pack(version, kind, *fields), VECTOR])
 
 
@@ -372,10 +372,10 @@ def test_ring_integers_have_one_of_three_widths(dtype: Any, wrong: Any) -> None:
     message = dataclasses.replace(CONTRIBUTION, spans=(VECTOR.astype(dtype),))
     first, vector = encode(message)
     assert same(message, decode_reply([first, vector]))
-    with pytest.raises(EncodingError, match=r"Contribution\.spans"):
+    with raises(EncodingError, "Contribution.spans"):
         decode_reply([first, VECTOR.astype(wrong)])
     floats: Any = VECTOR
-    with pytest.raises(EncodingError, match="expected a vector of uint8 or uint16 or uint32"):
+    with raises(EncodingError, "Contribution.spans", says="a vector of uint8 or uint16 or uint32"):
         decode_reply(encode(dataclasses.replace(CONTRIBUTION, spans=(floats,))))
 
 
@@ -486,7 +486,7 @@ def test_a_name_that_is_text_is_not_the_same_name_as_bytes() -> None:
     values = list(unpack(wire.to_bytes(survivors)))
     assert values[3] == ("a",)
     values[3] = (b"a",)
-    with pytest.raises(EncodingError, match=r"Survivors\.survivors is b'a': expected str"):
+    with raises(EncodingError, "Survivors.survivors", says="expected str"):
         from_bytes(Survivors, pack(*values))
 
 

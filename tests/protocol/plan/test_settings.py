@@ -13,6 +13,7 @@ from cloister.clients.setup.config import read_config
 from cloister.privacy.ledger.policy import load_policy
 from cloister.protocol.errors import CloisterError, PlanError, PolicyError
 from cloister.protocol.plan.settings import InWords, Section, Settings
+from cloister.tests.tools.raises import raises
 
 SITE = 'name = "a"\ndata = "d.jsonl"\nstate = "s"\n'
 DOORS: dict[str, tuple[Callable[[Path], object], type[CloisterError]]] = {
@@ -138,5 +139,5 @@ def test_a_complaint_is_one_line_with_or_without_a_file(text: str, line: str) ->
 def test_overrides_are_applied_in_order_over_the_text() -> None:
     text = OUTER.to_json('title = "a"', ["below.depth=1", "below.depth = 2"], origin="x")
     assert OUTER.from_json(text) == Outer(title="a", below=Inner(depth=2))
-    with pytest.raises(PolicyError, match="title is a single value"):
+    with raises(PolicyError, "--set", says="single value"):
         OUTER.to_json('title = "a"', ["title.depth=1"], origin="x")

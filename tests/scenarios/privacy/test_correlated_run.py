@@ -62,6 +62,7 @@ from cloister.tests.scenarios.test_compressed_run import Run as Masked
 from cloister.tests.tools.command import found, ran, refusal, set_options
 from cloister.tests.tools.kills import die, kill_while
 from cloister.tests.tools.mutants import Mutant
+from cloister.tests.tools.raises import raises
 
 Z, CLIP, SITES, SIZE, ROUNDS = 2.0, 0.5, 6, 3, 6
 CORRELATED = [
@@ -342,11 +343,11 @@ def test_a_site_takes_part_only_as_often_and_as_far_apart_as_was_paid_for(
         site.contribute(federation.request(inbox=inbox, number=number))
 
     asked(1)
-    with pytest.raises(PolicyError, match="round is 2: expected round 3 or later: site-000 was in round 1"):
+    with raises(PolicyError, "round", says=("round 3", "site-000 was in round 1")):
         asked(2)
     asked(3)
     asked(3)  # a retry
-    with pytest.raises(PolicyError, match="round 5 or later"):
+    with raises(PolicyError, "round", says="round 5"):
         asked(4)
     with pytest.raises(StaleError):
         asked(1)
@@ -368,7 +369,7 @@ def test_a_site_counts_its_rounds(begin: Begin) -> None:
     inbox = Inbox(bytes(32), (), (), ())
     for number in (1, 2):
         site.contribute(federation.request(inbox=inbox, number=number))
-    with pytest.raises(PolicyError, match="no more rounds: site-000 was in 2"):
+    with raises(PolicyError, "round", says="no more rounds"):
         site.contribute(federation.request(inbox=inbox, number=3))
 
 
@@ -502,9 +503,7 @@ def test_a_run_whose_noise_is_lost_ends(begin: Begin, loss_of: str, monkeypatch:
         file.write_bytes((other.out / "noise.json").read_bytes())
     trained, charged = case.trained(), len(case.charges())
     for _ in range(2):
-        with pytest.raises(
-            RunFolderError, match=r"noise\.json.*missing or damaged.*restore it from a backup"
-        ):
+        with raises(RunFolderError, "noise.json", says="missing or damaged"):
             case.go()
     assert (case.trained(), len(case.charges())) == (trained, charged)
     file.write_bytes(whole)
@@ -528,7 +527,7 @@ def test_a_run_that_lost_what_its_journal_says_of_its_noise_ends(
         patch.setattr(Journal, "record", record)
         with pytest.raises(CrashError):
             case.go()
-    with pytest.raises(RunFolderError, match=r"noise\.json"):
+    with raises(RunFolderError, "noise.json"):
         case.go()
 
 
@@ -626,42 +625,41 @@ def test_a_killed_run_goes_on_with_the_same_noise(moment: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("change", "field", "reason"),
+    ("change", "field", "says"),
     [
         (
             "privacy.trusted_coordinator=false",
             "privacy.correlated",
-            "only valid with .* privacy.trusted_coordinator = true",
+            "privacy.trusted_coordinator = true",
         ),
-        ("aggregation.secure=false", "privacy.correlated", "only valid with .* aggregation.secure = true"),
-        ("privacy.adaptive.count_noise=4.0", "privacy.adaptive", "only if all have the same clipping norm"),
-        ("cohort.sites=7", "cohort.fraction", "cohorts of 4 leave 3 sites over"),
+        ("aggregation.secure=false", "privacy.correlated", "aggregation.secure = true"),
+        ("privacy.adaptive.count_noise=4.0", "privacy.adaptive", "the same clipping norm"),
+        ("cohort.sites=7", "cohort.fraction", ("cohorts of 4", "3 sites")),
         ("cohort.fraction=1.0", "cohort.fraction", "gains nothing"),
         ("privacy.correlated.separation=3", "privacy.correlated.separation", "at most 2"),
         ("privacy.correlated.participations=2", "privacy.correlated.participations", "at least 3"),
-        ("run.rounds=7", "privacy.correlated.participations", "some sites 4 times in 7 rounds"),
+        ("run.rounds=7", "privacy.correlated.participations", "4 times in 7 rounds"),
         ("privacy.correlated.buffers=11", "privacy.correlated.buffers", "10"),
     ],
 )
 def test_a_plan_that_breaks_the_pattern_or_the_cancellation_is_refused(
-    change: str, field: str, reason: str
+    change: str, field: str, says: str | tuple[str, ...]
 ) -> None:
     tiny(*CORRELATED)
-    with pytest.raises(PlanError, match=reason) as refused:
+    with raises(PlanError, field, says=says):
         tiny(*CORRELATED, change)
-    assert refused.value.field == field
 
 
 def test_correlated_noise_is_of_no_other_unit() -> None:
     section = ["privacy.correlated.separation=2", "privacy.correlated.participations=3"]
-    with pytest.raises(PlanError, match=r'only valid with privacy.unit = "site"') as refused:
+    with raises(PlanError, "privacy.correlated", says='only valid with privacy.unit = "site"') as refused:
         tiny(*RECORD, "aggregation.secure=true", *section)
     assert refused.value.field == "privacy.correlated"
-    with pytest.raises(PlanError, match=r"only valid with privacy.unit") as refused:
+    with raises(PlanError, "privacy.correlated", says="privacy.unit") as refused:
         tiny(*section)
     assert refused.value.field == "privacy.correlated"
     many = [*CORRELATED, "run.rounds=10001", "privacy.correlated.participations=6000"]
-    with pytest.raises(PlanError, match="at most 10000") as refused:
+    with raises(PlanError, "run.rounds", says="10000") as refused:
         tiny(*many)
     assert refused.value.field == "run.rounds"
 

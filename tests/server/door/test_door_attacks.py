@@ -33,6 +33,8 @@ from cloister.protocol.errors import (
     EngineError,
     MemberError,
     SignatureError,
+    StorageError,
+    TransferError,
     UntrustedError,
 )
 from cloister.protocol.identity.roster import new_identity
@@ -76,6 +78,7 @@ from cloister.tests.parties.door_parties import (
     said,
 )
 from cloister.tests.server.door.test_door import ask, memory
+from cloister.tests.tools.raises import raises
 
 MODEL = np.arange(CHUNK, dtype=np.float32)
 OTHER = Authority()
@@ -792,7 +795,7 @@ def test_a_vector_that_would_fill_the_disk_is_refused(
     free[0] = 2 * CHUNK
     again = Arrivals(tmp_path / "a", 2**30)
     assert again.begin(name, len(data)).take()[1] == CHUNK
-    with pytest.raises(CloisterError, match="are free"):
+    with raises(StorageError, tmp_path / "a", says="are free"):
         again.begin(bytes(32), len(data))
 
 
@@ -813,16 +816,16 @@ def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:
     file.write_bytes(bytes(len(data)))
     damaged = Arrivals(tmp_path / "a", 2**30)
     arrival = damaged.begin(name, len(data))
-    with pytest.raises(CloisterError, match="arrived as a whole"):
+    with raises(TransferError, "vector", says="arrived"):
         damaged.open(name, len(data))
     turn, held = arrival.take()
     assert held == len(data)
-    with pytest.raises(CloisterError, match="with the hash"):
+    with raises(TransferError, "vector", says="with the hash"):
         arrival.finish(turn)
     first, _ = arrival.take()
     second, held = arrival.take()
     assert held == 0
-    with pytest.raises(CloisterError, match="one stream"):
+    with raises(TransferError, "vector", says="stream"):
         arrival.add(first, [memoryview(data)[:CHUNK]])
     arrival.add(second, [memoryview(data)[:CHUNK]])
 
@@ -847,5 +850,5 @@ def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    with open_channel(tmp_path) as channel, pytest.raises(EngineError, match="an address that is free"):
+    with open_channel(tmp_path) as channel, raises(EngineError, "exchange"):
         open_channel(tmp_path, bind=channel.address)

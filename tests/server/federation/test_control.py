@@ -15,6 +15,7 @@ import pytest
 from cloister.protocol.errors import EngineError
 from cloister.server.federation import control
 from cloister.server.federation.control import Answer, Control, command
+from cloister.tests.tools.raises import raises
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_coordinator_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch
         (tmp_path / "control.json").write_text(
             json.dumps({"port": silent.getsockname()[1], "key": "00" * 32})
         )
-        with pytest.raises(EngineError, match="expected one that answers within 1 s"):
+        with raises(EngineError, "coordinator", says="within 1 s"):
             list(command(tmp_path, do="status"))
 
 
@@ -66,7 +67,7 @@ def test_one_that_says_nothing_more_is_given_up(tmp_path: Path, monkeypatch: pyt
     served = Control(tmp_path, answer)
     lines = command(tmp_path, do="follow")
     assert next(lines) == {"line": 1}
-    with pytest.raises(EngineError, match="one that answers within 1 s"):
+    with raises(EngineError, "coordinator", says="within 1 s"):
         next(lines)
     over.set()
     served.close()
@@ -79,9 +80,7 @@ def test_a_connection_that_ends_without_an_answer_is_one_line(tmp_path: Path) ->
         yield from ()
 
     served = Control(tmp_path, answer)
-    with pytest.raises(
-        EngineError, match="expected one that goes on running; see whether it runs: cloister status"
-    ):
+    with raises(EngineError, "coordinator", says=("goes on running", "cloister status")):
         list(command(tmp_path, do="stop"))
     served.close()
 
@@ -111,5 +110,5 @@ def test_a_stranger_without_the_secret_is_refused(folder: Path) -> None:
     found = json.loads((folder / "control.json").read_bytes())
     assert (folder / "control.json").stat().st_mode & 0o777 == 0o600
     (folder / "control.json").write_text(json.dumps(found | {"key": os.urandom(32).hex()}))
-    with pytest.raises(EngineError, match="whose coordinator runs on this machine"):
+    with raises(EngineError, "coordinator", says="this machine"):
         list(command(folder, do="status"))

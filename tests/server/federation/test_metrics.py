@@ -29,6 +29,7 @@ from cloister.tests.parties.door_parties import NAME, WAIT_S, entrance_at, open_
 from cloister.tests.parties.federation import RECORD, tiny
 from cloister.tests.parties.provisioned import Parties
 from cloister.tests.tools.command import refusal
+from cloister.tests.tools.raises import raises
 
 
 def done(number: int, epsilon: float | None, **seconds: float) -> RoundDone:
@@ -104,7 +105,7 @@ def test_the_metrics_are_what_the_events_say() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9464", "localhost:9464"])
 def test_metrics_are_served_on_loopback_alone(address: str) -> None:
     with (
-        pytest.raises(EngineError, match="an address of loopback"),
+        raises(EngineError, "--metrics", says="loopback"),
         served(Metrics(), address, on_network=False),
     ):
         pass
@@ -115,12 +116,12 @@ def test_a_flag_allows_the_network_and_a_wrong_address_is_said() -> None:
         port = address.rpartition(":")[2].removesuffix("/metrics")
         assert read(f"http://127.0.0.1:{port}/metrics")
         with (
-            pytest.raises(EngineError, match="is free"),
+            raises(EngineError, "--metrics", says="is free"),
             served(Metrics(), f"127.0.0.1:{port}", on_network=False),
         ):
             pass
     for wrong in ("9464", "127.0.0.1", "127.0.0.1:99999", "http://127.0.0.1:1"):
-        with pytest.raises(EngineError, match="HOST:PORT"), served(Metrics(), wrong, on_network=True):
+        with raises(EngineError, "--metrics", says="HOST:PORT"), served(Metrics(), wrong, on_network=True):
             pass
 
 

@@ -27,6 +27,7 @@ from cloister.simulations import federation, site_losses
 from cloister.simulations.federation import make_client_app, open_site
 from cloister.tests.parties.federation import tiny
 from cloister.tests.tools.command import found, ran, set_options
+from cloister.tests.tools.raises import raises
 
 PER_SITE = "Held-out loss of each site"
 STEPS = "of 8 held-out losses of sites"
@@ -190,7 +191,7 @@ def test_no_app_of_a_run_answers_with_the_losses_of_a_site(tmp_path: Path) -> No
     def asked(app: ClientApp) -> Message:
         return app(message, context)
 
-    with pytest.raises(PlanError, match="site-000"):  # those workers take the message, and look for the site
+    with raises(PlanError, "site", says="site-000"):  # those workers take the message, and look for the site
         asked(site_losses.make_losses_app(tmp_path, plan, b""))
 
     def refuse(*_: object) -> Any:

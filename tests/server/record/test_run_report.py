@@ -41,6 +41,7 @@ from cloister.server.record.report import COMPOSED, beyond_a_trial, gather
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
+from cloister.tests.tools.raises import raises
 
 PRIVATE = (
     "data.held_out=0.0",
@@ -553,7 +554,7 @@ def test_a_run_whose_plan_is_refused_today_is_reported(copy: Path) -> None:
     plan = json.loads(path.read_bytes())
     plan["aggregation"]["colluders"] = 0.9
     path.write_text(json.dumps(plan))
-    with pytest.raises(RunFolderError, match=r"aggregation\.colluders is"):
+    with raises(RunFolderError, "plan.json", says="aggregation.colluders"):
         read_plan(copy)
     edit(
         copy / "journal.sqlite",
@@ -573,19 +574,19 @@ def test_an_audit_is_in_the_report_and_can_refute_it(copy: Path) -> None:
     assert "an audit found" in verdict(gather(copy)).sentence
     for text in ("{", "[]", "{}", json.dumps({"row": {**row, "correct": "many"}})):
         (copy / "audit.json").write_text(text)
-        with pytest.raises(RunFolderError, match="the result of an audit"):
+        with raises(RunFolderError, copy / "audit.json"):
             gather(copy)
 
 
 def test_a_folder_that_is_no_run_or_has_not_begun_is_refused(tmp_path: Path, small_plan: Path) -> None:
-    with pytest.raises(RunFolderError, match="the folder of a run"):
+    with raises(RunFolderError, tmp_path, says="plan.json"):
         gather(tmp_path)
     RunFolder.create(tmp_path / "new", load(small_plan)).close()
-    with pytest.raises(RunFolderError, match="a run that has begun"):
+    with raises(RunFolderError, tmp_path / "new", says="begun"):
         gather(tmp_path / "new")
     assert not (tmp_path / "new" / "journal.sqlite").exists()
     Journal(tmp_path / "new" / "journal.sqlite").__exit__()
-    with pytest.raises(RunFolderError, match="a run that has begun"):
+    with raises(RunFolderError, tmp_path / "new", says="begun"):
         gather(tmp_path / "new")
 
 

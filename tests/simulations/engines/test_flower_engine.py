@@ -26,6 +26,7 @@ from cloister.simulations.engines.flower import run_on_flower
 from cloister.tests.scenarios.test_async import ASYNC
 from cloister.tests.tools.command import set_options
 from cloister.tests.tools.kills import ended, family
+from cloister.tests.tools.raises import raises
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
 # Ray leaves the processes that it started, while they still shut down, and their streams to the garbage collector.
@@ -132,7 +133,7 @@ def test_a_folder_with_too_long_a_path_for_ray_is_refused(
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "0123456789"))
     with (
-        pytest.raises(EngineError, match=r"RAY_TMPDIR is '.*': expected a path of 21 bytes or less"),
+        raises(EngineError, "RAY_TMPDIR", says="21 bytes"),
         cluster(None),
     ):
         raise AssertionError("it has begun")
@@ -140,9 +141,7 @@ def test_a_folder_with_too_long_a_path_for_ray_is_refused(
 
 def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        EngineError, match=r"engine is 'flower': expected the package ray, .*pip install 'cloister\[ray\]'"
-    ):
+    with raises(EngineError, "engine", says="'cloister[ray]'"):
         run_on_flower(ServerApp(), ClientApp, 3)
 
 

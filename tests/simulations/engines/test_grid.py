@@ -21,6 +21,7 @@ from cloister.tests.parties.grid_sites import (
     said,
     warm,
 )
+from cloister.tests.tools.raises import raises
 
 
 def test_replies_come_from_every_site_with_its_own_context(open_grid: Open) -> None:
@@ -189,6 +190,6 @@ def test_abandoned_iterator_leaves_the_grid_usable(open_grid: Open, events: Even
 
 def test_unknown_site_is_refused_before_anything_is_sent(open_grid: Open) -> None:
     grid = open_grid(2)
-    with pytest.raises(ValueError, match="dst_node_id is 3: expected a site from 1 to 2"):
+    with raises(ValueError, "dst_node_id", says="1 to 2"):
         grid.push_messages([Message(RecordDict(), node, "query.who") for node in (1, 3)])
     assert {said(reply)["count"] for reply in ask(grid, "who")} == {1}

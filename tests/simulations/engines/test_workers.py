@@ -28,6 +28,7 @@ from cloister.tests.parties.grid_sites import (
     make_no_app,
     said,
 )
+from cloister.tests.tools.raises import raises
 
 
 def test_killed_worker_is_an_error_reply_and_is_replaced(open_grid: Open, events: Events) -> None:
@@ -84,15 +85,13 @@ def test_reply_that_is_none_is_refused(open_grid: Open) -> None:
 @pytest.mark.parametrize("error", [ValueError("no weights"), ImportError("no module")])
 def test_client_app_that_cannot_be_made_is_refused(open_grid: Open, error: Exception) -> None:
     grid = open_grid(2, make=partial(make_no_app, error))
-    with pytest.raises(
-        EngineError, match=f"client app: expected .* not {type(error).__name__}: {error}; see .*log"
-    ):
+    with raises(EngineError, "client app", says=(f"not {type(error).__name__}: {error};", "log")):
         ask(grid, "who")
 
 
 def test_worker_that_dies_at_every_start_is_refused(open_grid: Open) -> None:
     grid = open_grid(2, make=make_dying_app)
-    with pytest.raises(EngineError, match="one that starts, but it was killed by SIGKILL"):
+    with raises(EngineError, "worker process", says="SIGKILL"):
         ask(grid, "who")
 
 
@@ -112,7 +111,7 @@ def test_close_may_be_repeated_and_ends_everything(open_grid: Open) -> None:
     grid.close()
     grid.close()
     assert all(ended(pid) for pid in pids)
-    with pytest.raises(EngineError, match="closed"):
+    with raises(EngineError, "grid"):
         ask(grid, "who")
 
 

@@ -41,6 +41,7 @@ from cloister.simulations.search.tuning import SearchFolder
 from cloister.tests.parties.federation import TINY, write_records
 from cloister.tests.tools.command import done, found, lone_refusal, ran, refusal, set_options
 from cloister.tests.tools.kills import die, kill_while
+from cloister.tests.tools.raises import raises
 
 RUN = """
 [aggregation]
@@ -600,10 +601,10 @@ def test_a_trial_trains_only_if_its_search_was_charged(
     other = plan.simulation.model_copy(update={"ledger": str(tmp_path / "other.sqlite")})
     missing = DatasetLedger.of(plan.model_copy(update={"simulation": other}))
     assert missing is not None
-    with pytest.raises(LedgerError, match="missing"):
+    with raises(LedgerError, missing.path, says="missing"):
         missing.pay("run", 1, "site-000", 0, [ONE])
     Ledger(missing.path, "simulation", lambda _texts, _delta: 0.0)
-    with pytest.raises(LedgerError, match="for the search"):
+    with raises(LedgerError, missing.path, says="for the search"):
         missing.pay("run", 1, "site-000", 0, [ONE])
     toml = write_plan(tmp_path, PRIVATE, f'public = 0.2\n[simulation.search]\nsearch = "{"0" * 32}"\n')
     toml.write_text(toml.read_text() + 'law = "poisson"\nmean = 3.0\n')
@@ -870,7 +871,7 @@ def test_a_trial_that_another_process_holds_is_waited_for_within_a_limit(
     held = lock(tmp_path / ".lock", "the test's own")
     with monkeypatch.context() as patched:
         patched.setattr(trials, "_HELD_S", 0.01)
-        with pytest.raises(RunFolderError, match="a trial that no other process works on"):
+        with raises(RunFolderError, tmp_path, says="no other process"):
             trials._wait_for(tmp_path / ".lock")
     held.close()
     trials._wait_for(tmp_path / ".lock")
