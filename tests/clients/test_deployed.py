@@ -207,7 +207,7 @@ def test_a_site_that_is_not_set_up_does_not_start(tmp_path: Path, answering: Ans
     with parties.started(), raises(StorageError, "state"):
         DeployedSite(parties.site)
     (parties.folder / "identity.pem").chmod(0o644)
-    with raises(RosterError, "identity", says="chmod 600"):
+    with raises(RosterError, f"permissions of {parties.folder / 'identity.pem'}"):
         DeployedSite(parties.site)
     (parties.folder / "identity.pem").chmod(0o600)
     later = SimpleNamespace(now=lambda zone: datetime.datetime.now(zone) + datetime.timedelta(days=10))
