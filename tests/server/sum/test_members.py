@@ -257,7 +257,7 @@ def test_where_sums_are_in_clear_no_answer_is_signed() -> None:
 
 
 def test_a_node_that_cannot_join_is_not_named_as_a_site_because_nothing_proves_its_name() -> None:
-    named_as = {name: f"node 3 (calls itself {name})" for name in ("site-003", "site-000")}
+    named_as = {name: f"node 3 (unverified name: {name})" for name in ("site-003", "site-000")}
     for said, named in (*named_as.items(), ("", "node 3")):
         party = Party()
         party.replies("site-003", Failed(said, "its data is gone"))
@@ -272,7 +272,7 @@ def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
     party.replies("site-003", Failed("site-003", "its key is lost"))
     with pytest.raises(
         EngineError,
-        match=r"sites is 2: expected at least 3 of 4 to join \(node 1 \(calls itself site-001\): its disk is full\)",
+        match=r"sites is 2: expected at least 3 of 4 to join \(node 1 \(unverified name: site-001\): its disk is full",
     ):
         party.join()
 
