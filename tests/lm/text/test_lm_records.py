@@ -97,7 +97,10 @@ def test_the_first_record_that_cannot_be_used_is_named_by_file_and_line(tmp_path
     unusable = Unusable()
     assert list(read_each(str(file), unusable)) == [{"text": "x"}]
     assert unusable.left_out == {"not readable": 2}
-    assert str(unusable.first).startswith(f"{file}, line 4: expected one JSON object (Expecting value)")
+    assert unusable.places == {"not readable": f"{file}, line 4"}
+    assert str(unusable.first).startswith(
+        f"{file}, line 4 is 'no object': expected one JSON object (Expecting"
+    )
 
 
 def test_a_list_is_one_document_only_where_no_record_is_protected(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_lines_of_a_folder_are_read_by_their_number(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         records[200]
     (tmp_path / "c.jsonl").write_bytes(b"7\n")
-    with pytest.raises(DataError, match=r"c\.jsonl, line 3: expected one JSON object"):
+    with pytest.raises(DataError, match=r"c\.jsonl, line 3 is .*: expected one JSON object"):
         records[72]
 
 
@@ -205,15 +208,15 @@ def test_changed_files_are_read_again(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"a": "x"}\n\n{"a": "y"\n{"a": "z"}\n',
-            r"a\.jsonl, line 3: expected one JSON object \(Expecting",
+            r"a\.jsonl, line 3 is .*: expected one JSON object \(Expecting",
         ),
         (
             "a.jsonl",
             b'{"a": "x"}\n{"a": "cut o',
-            r"a\.jsonl, line 2: expected one JSON object \(Unterminated",
+            r"a\.jsonl, line 2 is .*: expected one JSON object \(Unterminated",
         ),
         ("a.jsonl", b'{"a": "x"}\n"y"\n', r"a\.jsonl, line 2 is 'y': expected one JSON object"),
-        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl, line 1: expected one JSON object"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl, line 1 is .*: expected one JSON object"),
         ("a.json", b'[\n{"a": "x"},\n{"a" "y"}\n]', r"a\.json, line 3: expected a JSON list of objects"),
         ("a.json", b'[{"a": "x"}, 3]', r"a\.json, record 2 is 3: expected one JSON object"),
         ("a.json", b"[]", "expected .*record"),
