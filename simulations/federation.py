@@ -29,17 +29,26 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state.kept import DECLARED_ROUNDING, base_path, save_vector
+from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
-from cloister.lm.text.corpus import check_corpus, corpus_records
+from cloister.lm.text.corpus import Corpus, check_corpus, corpus_records
 from cloister.lm.text.data import Prepared, Store, check_usable
+from cloister.lm.text.examples import sample_record
 from cloister.lm.text.records import Records, Unusable, read_each
 from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import EngineError, ModelError, PlanError, RunFolderError, one_line
+from cloister.protocol.errors import (
+    DataError,
+    EngineError,
+    ModelError,
+    PlanError,
+    RunFolderError,
+    one_line,
+)
 from cloister.protocol.identity.roster import (
     Card,
     Roster,
@@ -343,7 +352,7 @@ def open_site(
 
 
 def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
-    """Tokenise the records of all sites, and say what is left out."""
+    """Tokenise the records of all sites, and tell what is left out."""
     count = plan.cohort.sites
     paths = [sites.site(site_name(index)) / "data.jsonl" for index in range(count)]
     each = max(1, count // 100)
@@ -352,10 +361,25 @@ def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
         if done % each == 0:
             observe(Step("sites have their data", done, count))
 
-    left_out = store.make(sites.sequences, plan, tokenizer_of(plan), paths, progress)
-    if left_out:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(left_out.items()))
-        observe(Preparing(f"data of the sites: not used: {reasons}"))
+    store.make(sites.sequences, plan, tokenizer_of(plan), paths, progress)
+    if line := left_out(plan, sites):
+        observe(Preparing(f"data of the sites: {line}"))
+
+
+def left_out(plan: Plan, sites: SitesFolder) -> str:
+    """The records that the sites of a simulation do not use, in one line for their owner; empty if they use all."""
+    return not_used(*Store(sites.sequences).left_out(), plan) if sites.sequences.exists() else ""
+
+
+def not_used(counts: Mapping[str, int], places: Mapping[str, str], plan: Plan) -> str:
+    """Records that are not used, by the reason; without a privacy unit with the place of the first of each."""
+    known = places if plan.privacy.unit == "none" else {}
+    shown = (
+        f"{number:,} {reason}" + (f" (the first: {known[reason]})" if known.get(reason) else "")
+        for reason, number in sorted(counts.items())
+    )
+    exact = "" if plan.privacy.unit == "none" else f" ({MUST_STAY}: exact counts, which no charge covers)"
+    return f"not used{exact}: {', '.join(shown)}" if counts else ""
 
 
 def _sequences(folder: Path, index: int) -> Prepared | None:
@@ -431,9 +455,14 @@ def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
 
 
 def divided(
-    plan: Plan, cache: Path | None = None
+    plan: Plan, cache: Path | None = None, unusable: Unusable | None = None
 ) -> tuple[Records, list[list[int]], list[Mapping[str, Any]]]:
     """Read the records of a simulation and divide them over its sites, without a file written but in `cache`.
+
+    Args:
+        plan: The plan.
+        cache: As for `read_records`.
+        unusable: As for `usable`.
 
     Returns:
         The records of all sites, for each site the indices of its own, and the records that no site has.
@@ -444,14 +473,49 @@ def divided(
     """
     simulation = plan.simulation
     _check_public_sources(plan)
-    corpus = corpus_records(simulation.source, field="simulation.source", split=simulation.split, cache=cache)
-    unusable = Unusable()
-    path = Path(simulation.source).expanduser()
-    # Read again where errors can name a line: as a rule the first record can be used.
-    records = read_each(str(path), unusable, documents=True) if path.exists() else corpus.records
-    check_usable(records, tokenizer_of(plan), plan, unusable)
+    corpus = usable(plan, "simulation.source", simulation.source, simulation.split, cache, unusable)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
-    return kept, partition(kept, simulation, plan.cohort.sites, plan.run.seed, field=corpus.field), apart
+    # The end of a single text can be held out.
+    divides = plan.data.format == "text" and plan.data.task == "generate"
+    least = 1 if divides or not plan.data.held_out or plan.privacy.unit != "none" else 2
+    sites, seed = plan.cohort.sites, plan.run.seed
+    return kept, partition(kept, simulation, sites, seed, field=corpus.field, least=least), apart
+
+
+def usable(
+    plan: Plan,
+    field: str,
+    source: str,
+    split: str = "train",
+    cache: Path | None = None,
+    unusable: Unusable | None = None,
+) -> Corpus:
+    """Read a source that a field of the plan names, and check that one of its records can be used.
+
+    Args:
+        plan: The plan.
+        field: The field.
+        source: The source.
+        split: Split of a hub data set.
+        cache: As for `read_records`.
+        unusable: Counts the records that cannot be used; without it, one that can be used is enough.
+
+    Raises:
+        DataError: the records cannot be read, or none of them can be used.
+    """
+    try:
+        corpus = corpus_records(source, field=field, split=split, cache=cache)
+        count, path = unusable or Unusable(), Path(source).expanduser()
+        # Read again where errors can name a line: as a rule the first record can be used.
+        records = read_each(str(path), count, documents=True) if path.exists() else corpus.records
+        check_usable(records, tokenizer_of(plan), plan, count, whole=unusable is not None)
+    except DataError as error:
+        if error.fix:
+            raise
+        fix = f"a record of this plan is one line such as {sample_record(plan.data)}"
+        value = () if error.value is None else (error.value,)
+        raise DataError(error.field, *value, expected=error.expected, fix=fix) from error
+    return corpus
 
 
 def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> None:

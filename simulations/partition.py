@@ -39,9 +39,9 @@ def unaltered(_site: int, records: Iterable[Mapping[str, Any]]) -> Iterable[Mapp
 
 
 def partition(
-    records: Records, simulation: SimulationSection, sites: int, seed: int, *, field: str = ""
+    records: Records, simulation: SimulationSection, sites: int, seed: int, *, field: str = "", least: int = 1
 ) -> list[list[int]]:
-    """Give every record to exactly one site, and every site at least one record.
+    """Give every record to exactly one site, and every site at least `least` records.
 
     - `auto`: `natural` with a field, else `iid`.
     - `natural`: all records of one value of the field go to the same site; largest groups first, each to the site
@@ -49,7 +49,7 @@ def partition(
     - `iid`: at random, the same number of records to each site, give or take one.
     - `dirichlet`: the records of each label are divided in proportions drawn from Dirichlet(alpha, ..., alpha) over the
       sites (Hsu et al. 2019, arXiv:1909.06335, the other way round: over sites for each label, as Li et al. 2021,
-      arXiv:2102.02079). A draw that leaves a site empty is drawn again, at most 100 times.
+      arXiv:2102.02079). A draw that leaves a site too few is drawn again, at most 100 times.
     - `size`: at random; one record to each site, and the rest in proportion to 1, 2, 3, ...
 
     Args:
@@ -58,17 +58,17 @@ def partition(
         sites: Number of sites.
         seed: The same seed and records give the same partition.
         field: The source's own field with the group of a record.
+        least: Records that a site needs.
 
     Returns:
         For each site the indices of its records, ascending.
 
     Raises:
-        DataError: a site would be empty, the field is not named, or a record lacks it.
+        DataError: a site would have too few, the field is not named, or a record lacks it.
     """
-    if len(records) < sites:
-        raise _empty(
-            len(records), f"{len(records)} records for {sites} sites", "lower cohort.sites or add records"
-        )
+    if (most := len(records) // least) < sites:
+        fix = f"lower cohort.sites to {most} or add records" if most > 1 else "add records"
+        raise _too_few(most, f"{len(records)} records for {sites} sites", fix, least)
     field = simulation.field or field
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, sites])))
     way = simulation.partition
@@ -76,13 +76,21 @@ def partition(
         parts = _natural(records, field, sites, simulation.source)
     elif way == "dirichlet":
         parts = _dirichlet(
-            _groups(records, field, simulation.source, "dirichlet"), simulation.alpha, sites, random
+            _groups(records, field, simulation.source, "dirichlet"), simulation.alpha, sites, random, least
         )
     else:
         weights = np.arange(1, sites + 1) if way == "size" else np.ones(sites)
         ends = np.arange(1, sites + 1) + np.rint((len(records) - sites) * np.cumsum(weights) / weights.sum())
         shuffled = random.permutation(len(records))
         parts = [part.tolist() for part in np.split(shuffled, ends[:-1].astype(np.int64))]
+    for site, part in enumerate(parts):
+        if len(part) < least:
+            raise _too_few(
+                site,
+                f"{len(part)} of {len(records)}",
+                'set simulation.partition = "iid" or add records',
+                least,
+            )
     return [sorted(part) for part in parts]
 
 
@@ -152,7 +160,7 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def _natural(records: Records, field: str, sites: int, source: str) -> list[list[int]]:
     groups = _groups(records, field, source, "natural")
     if len(groups) < sites:
-        raise _empty(
+        raise _too_few(
             len(groups),
             f"{len(groups)} values of {field!r} for {sites} sites",
             f"set cohort.sites = {len(groups)} or simulation.partition = 'iid'",
@@ -169,7 +177,7 @@ def _natural(records: Records, field: str, sites: int, source: str) -> list[list
 
 
 def _dirichlet(
-    groups: Mapping[str, Sequence[int]], alpha: float, sites: int, random: np.random.Generator
+    groups: Mapping[str, Sequence[int]], alpha: float, sites: int, random: np.random.Generator, least: int
 ) -> list[list[int]]:
     for _ in range(_DRAWS):
         parts: list[list[int]] = [[] for _ in range(sites)]
@@ -178,12 +186,13 @@ def _dirichlet(
             ends = np.rint(np.cumsum(random.dirichlet(np.full(sites, alpha))) * len(members)).astype(np.int64)
             for part, share in zip(parts, np.split(members, ends[:-1]), strict=True):
                 part.extend(share.tolist())
-        if all(parts):
+        if all(len(part) >= least for part in parts):
             return parts
-    raise _empty(
-        next(site for site, part in enumerate(parts) if not part),
+    raise _too_few(
+        next(site for site, part in enumerate(parts) if len(part) < least),
         f"alpha {alpha:g} and {sites} sites in each of {_DRAWS} draws",
         "raise simulation.alpha or lower cohort.sites",
+        least,
     )
 
 
@@ -215,7 +224,8 @@ def _size(record: Mapping[str, Any]) -> int:
     return len(json.dumps(dict(record), ensure_ascii=False, default=str).encode(errors="backslashreplace"))
 
 
-def _empty(site: int, why: str, fix: str) -> DataError:
+def _too_few(site: int, why: str, fix: str, least: int = 1) -> DataError:
+    what = "a record" if least == 1 else f"{least} records, one of which is held out,"
     return DataError(
-        "simulation.partition", expected=f"a record for {site_name(site)}, but there are {why}", fix=fix
+        "simulation.partition", expected=f"{what} for {site_name(site)}, but there are {why}", fix=fix
     )

@@ -8,8 +8,6 @@ again: a run that goes on checks the files by their record (`lm/model/saved.py`)
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.model import saved
 from cloister.lm.text.data import Prepared, prepare, unit_rule, write_prepared
-from cloister.lm.text.records import Record
+from cloister.lm.text.records import Unusable, read_each
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan
@@ -29,7 +27,7 @@ def make(
     tokenizer: PreTrainedTokenizerBase,
     sites: Sequence[Path],
     progress: Callable[[int], None] = lambda _done: None,
-) -> Counter[str]:
+) -> None:
     """Make the store of a plan's sites, whole or not at all.
 
     Args:
@@ -39,19 +37,13 @@ def make(
         sites: For each site its records, in JSONL.
         progress: Receives the number of sites that are done.
 
-    Returns:
-        Number of records that are left out, by the reason.
-
     Raises:
         StorageError: the disk is full or refuses the write.
     """
-    left_out: Counter[str] = Counter()
 
     def made() -> Iterator[Prepared | None]:
         for done, path in enumerate(sites, 1):
-            prepared = _prepared(path, plan, tokenizer)
-            yield prepared
-            left_out.update({} if prepared is None else prepared.left_out)
+            yield _prepared(path, plan, tokenizer)
             progress(done)
 
     def fill(temporary: Path) -> None:
@@ -59,14 +51,12 @@ def make(
         saved.record(temporary)
 
     write_folder(folder, fill, durable=False)
-    return left_out
 
 
 def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Prepared | None:
     """The sequences of a site; None if it cannot make any: it fails by itself, in its own name, when it is asked."""
-    data, private = plan.data, plan.privacy.unit != "none"
-    with path.open("rb") as lines:
-        records: list[Record] = [json.loads(line) for line in lines]
+    data, private, unusable = plan.data, plan.privacy.unit != "none", Unusable()
+    records = read_each(str(path), unusable)
     try:
         return prepare(
             records,
@@ -74,6 +64,7 @@ def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Pre
             data,
             seed=plan.run.seed,
             units=unit_rule(data, plan.privacy),
+            unusable=unusable,
             refuse=not private,
         )
     except DataError:

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -147,9 +148,18 @@ def check_again(arguments: argparse.Namespace, error: type[CloisterError]) -> No
 
 
 def folder_for(out: str | None, folder: Path, name: str) -> Path:
-    """The folder that `--out` names, or a path in `folder` that nothing has: `name`, or `name-2` and so on."""
-    paths = (folder / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return Path(out) if out else next(path for path in paths if not path.exists())
+    """The folder that `--out` names, or a path in `folder` that nothing has: `name`, or `name-2` and so on, and then a
+    line tells why."""
+    first = Path(out) if out else folder / name
+    if out or not first.exists():
+        return first
+    paths = (folder / f"{name}-{number}" for number in itertools.count(2))
+    path = next(path for path in paths if not path.exists())
+    from cloister.server.record.folder import RunFiles
+
+    earlier = f"the earlier one goes on with: {RunFiles(first).resume_command()}"
+    print(f"{first} exists, so this run goes to {path}; {earlier}", file=sys.stderr)
+    return path
 
 
 def chosen_plan(

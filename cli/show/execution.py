@@ -46,12 +46,12 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
         display.event(event)
 
     try:
-        if arguments.engine == "local":
-            fork_server.start(folder.plan)
-        from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
-
-        collect_rarely()
         with display:
+            if arguments.engine == "local":
+                fork_server.start(folder.plan)
+            from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
+
+            collect_rarely()
             outcome = simulate(
                 folder,
                 observe,

@@ -29,6 +29,7 @@ from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
+from cloister.simulations.federation import left_out
 from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
 
 T = TypeVar("T")
@@ -169,22 +170,29 @@ def print_outcome(
         reason = "the noise came from the declared seed simulation.noise_seed"
     if reason:
         console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
-    writes = plan.data.task == "generate"
+    lost = _tried(console, "not shown: the records that are not used", lambda: left_out(plan, folder.sites))
+    if lost:
+        _warn(console, f"records of the sites: {lost}")
+    writes, chat = plan.data.task == "generate", plan.data.format == "messages"
+    prompt = "Hello" if chat else "The "
     if writes:
         text = _tried(
             console,
             "not shown: a sample of the final model",
-            lambda: generate(folder.final, "The ", max_new_tokens=160, fit=True, temperature=0.6, seed=0),
+            lambda: generate(
+                folder.final, prompt, chat=chat, max_new_tokens=160, fit=True, temperature=0.6, seed=0
+            ),
         )
         if text is not None:
             sample = Text(" ".join(text.split()), style="italic")
-            console.print(Text("the final model writes: ", style="bold") + sample)
+            verb = f"answers {prompt!r}" if chat else "writes"
+            console.print(Text(f"the final model {verb}: ", style="bold") + sample)
     run = shlex.quote(str(folder.path))
     for line in (
         f"weights {outcome.params_sha256}",
         f"run     {folder.path}",
         f"report  cloister report {run}",
-        f"try     cloister generate {run} --prompt 'The '"
+        f"try     cloister generate {run} --prompt {prompt!r}"
         if writes
         else f"export  cloister export {run} DIR",
     ):

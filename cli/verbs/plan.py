@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,22 +50,26 @@ def _check(arguments: argparse.Namespace) -> int:
 
     Print a plan with every default filled in, its digest, and its cost for a site and for the coordinator. An unsound
     plan is refused, with the field that is wrong; so is a plan whose simulation.source is missing on this machine, has
-    other fields than [data], or cannot be divided over the sites.
+    other fields than [data], or has too few records for the sites. The records of simulation.source, public.source and
+    server.evaluation are counted where these are on this machine.
     """
     from dataclasses import asdict
 
     plan = chosen_plan(arguments)
+    from rich.text import Text
+
     from cloister.cli.show.console import PipedConsole
     from cloister.lm.model.model import count_parameters
     from cloister.privacy.accounting.terms import terms_of
     from cloister.server.federation.cost import cost, secure_cost
 
-    _check_records(plan)
+    records, not_used = _records(plan)
     estimate = cost(plan, *count_parameters(plan))
     secure = secure_cost(plan, estimate.trained_parameters)
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
         found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
+        found |= {"records": records, "not_used": not_used}
         found["least_steps"], found["most_steps"] = plan.local.step_limits()
         if plan.cohort.mode == "async":
             found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
@@ -74,29 +78,47 @@ def _check(arguments: argparse.Namespace) -> int:
         return 0
     console = PipedConsole()
     _print_plan(console, plan)
-    _print_cost(console, plan, estimate, secure, terms)
+    _print_cost(console, plan, estimate, secure, terms, records)
+    if not_used:
+        console.print(Text(f"records of the sites: {not_used}", style="bold yellow"), soft_wrap=True)
     return 0
 
 
-def _check_records(plan: Plan) -> None:
-    """Refuse a plan whose own records are missing, have other fields, or cannot be divided over its sites.
+def _records(plan: Plan) -> tuple[dict[str, int], str]:
+    """Count the records of a plan, by what they are for, and say which of the sites' cannot be used.
 
-    A plan that leaves `simulation.source` may be for a deployment; a data set of the hub is read when the run begins.
+    A plan that leaves `simulation.source` may be for a deployment, in which the other sources are on another machine;
+    a data set of the hub is read when the run begins.
+
+    Raises:
+        DataError: records are missing, have other fields, or are too few for the plan's sites.
     """
+    from cloister.lm.text.records import Unusable
     from cloister.lm.text.tokenizer import looks_like_path
-    from cloister.protocol.plan.plan import SimulationSection
+    from cloister.protocol.plan.plan import PrivacySection, SimulationSection
+    from cloister.simulations.federation import divided, not_used, usable
 
-    source = plan.simulation.source
-    local = (
-        source.startswith("builtin:")
-        or looks_like_path(source)
-        or Path(source).suffix
-        or Path(source).exists()
-    )
-    if local and source != SimulationSection().source:
-        from cloister.simulations.federation import divided
+    def local(source: str) -> bool:
+        here = Path(source).expanduser().exists() or source.startswith("builtin:")
+        return here or (own and (looks_like_path(source) or bool(Path(source).suffix)))
 
-        divided(plan)
+    own = plan.simulation.source != SimulationSection().source
+    counts, line = {}, ""
+    if own and local(plan.simulation.source):
+        unusable = (
+            Unusable() if plan.privacy.unit == "none" else None
+        )  # no charge covers what is said of them
+        kept, parts, apart = divided(plan, unusable=unusable)
+        counts = {"simulation.source": len(kept) + len(apart), "fewest at a site": min(map(len, parts))}
+        line = not_used(unusable.left_out, unusable.places, plan) if unusable else ""
+    public = plan.model_copy(update={"privacy": PrivacySection()})  # of public records nobody is an owner
+    for field, source, split in (
+        ("public.source", plan.public.source, plan.public.split),
+        ("server.evaluation", plan.server.evaluation, "train"),
+    ):
+        if source and local(source):
+            counts[field] = len(usable(public, field, source, split).records)
+    return counts, line
 
 
 def size(count: float) -> str:
@@ -140,7 +162,12 @@ def _print_plan(console: Console, plan: Plan) -> None:
 
 
 def _print_cost(
-    console: Console, plan: Plan, estimate: Cost, secure: SecureCost | None, terms: Terms | None
+    console: Console,
+    plan: Plan,
+    estimate: Cost,
+    secure: SecureCost | None,
+    terms: Terms | None,
+    records: Mapping[str, int],
 ) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -148,7 +175,8 @@ def _print_cost(
     table = Table(title="Cost", title_justify="left", show_header=False)
     table.add_column(style="cyan")
     table.add_column(justify="right")
-    sections = [_of_round(plan, estimate)]
+    counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
+    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate)]
     if secure:
         sections.append(_of_secure_sum(plan, secure))
     if terms:

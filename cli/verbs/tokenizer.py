@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,11 @@ def _train(arguments: argparse.Namespace) -> int:
                     size = None
                 if size is None:
                     raise DataError(f"{file}: field {arguments.field}", text, expected="text in each record")
+                if text and not count["characters"]:
+                    told = (
+                        f"training a tokenizer of {arguments.vocab:,} tokens on {' '.join(arguments.files)}"
+                    )
+                    print(told, file=sys.stderr, flush=True)
                 count["records"] += 1
                 count["characters"] += len(text)
                 count["bytes"] += size

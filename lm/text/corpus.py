@@ -101,8 +101,11 @@ def corpus_records(
     if not source.startswith("builtin:"):
         with _of_field(field):
             records = read_records(source, split=split, cache=cache)
-        one_text = Path(source).suffix == ".txt" and Path(source).expanduser().is_file()
-        return Corpus(_paragraphs(records[0]["text"]) if one_text else records)
+            if Path(source).suffix == ".txt" and Path(source).expanduser().is_file():
+                records = _paragraphs(records[0]["text"])
+            if not len(records):
+                raise DataError("data", source, expected="a text, but it has only white space")
+        return Corpus(records)
     _check_builtin(source, field)
     return dict(zip(_BUILTIN, (_python_docs, _python_stdlib, _python_passages), strict=True))[source]()
 

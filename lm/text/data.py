@@ -24,7 +24,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -39,7 +39,7 @@ from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import on_disk, write_folder
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
 
-_NOTHING_LEARNABLE = "without a learnable token"
+_NOTHING_LEARNABLE = "without a learnable token within data.sequence_length"
 _DUPLICATE = "equal to an earlier one"
 _NOT_COMPARED = "in comparing choices, because one does not fit or has no token before it"
 
@@ -121,6 +121,8 @@ class Prepared:
     without a completion that is a choice, refused by template or tokenizer, without an owner, or without a learnable
     token (empty, or the whole answer is past the sequence length). And number of the records that are used, of which
     the choices are not compared. No reason quotes a record."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Place of the first record that is left out, by the reason."""
     asked: Sequences | None = None
     """The prompts of the held-out records, each completed with each choice; None without choices, and under a privacy
     unit, under which no site evaluates."""
@@ -218,7 +220,7 @@ def prepare(
             pieces = _unique(pieces, unusable)
         *sides, used = _split_units(pieces, data, seed, units)
         parts = [_lay_out_units(side, data, pad, shared=bool(units.owner)) for side in sides]
-        return Prepared(parts[0], parts[1], used, unusable.left_out)
+        return Prepared(parts[0], parts[1], used, unusable.left_out, unusable.places)
     learnable = _learnable(examples, data, unusable)
     if data.deduplicate:
         learnable = (one for _, (one,) in _unique(((b"", [each]) for each in learnable), unusable))
@@ -231,7 +233,7 @@ def prepare(
     if data.choices and refuse:
         asked = _lay_out_choices(held_out, tokenizer, data, unusable)
     parts = [_lay_out(part, data, pad) for part in (train, held_out)]
-    return Prepared(parts[0], parts[1], len(whole), unusable.left_out, asked)
+    return Prepared(parts[0], parts[1], len(whole), unusable.left_out, unusable.places, asked)
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,12 @@ class Preparation:
 
 
 def check_usable(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, plan: Plan, unusable: Unusable
+    records: Iterable[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    unusable: Unusable,
+    *,
+    whole: bool = False,
 ) -> None:
     """Check that at least one record gives something to train on, for the person who owns all of them.
 
@@ -303,6 +310,7 @@ def check_usable(
         tokenizer: The plan's tokenizer.
         plan: The plan.
         unusable: Knows the place of the record that is read, where its reader does.
+        whole: Look at all records, so that `unusable` counts those that cannot be used.
 
     Raises:
         DataError: none does; the message is about the first record that cannot be used.
@@ -314,7 +322,7 @@ def check_usable(
         if rule is None
         else _learnable_pieces(examples, data, rule, unusable)
     )
-    if any(True for _ in found):
+    if sum(1 for _ in itertools.islice(found, None if whole else 1)):
         return
     longest = data.sequence_length * (1 if rule is None or data.task == "classify" else rule.windows)
     raise unusable.first or _nothing_learnable(data, longest, unusable.left_out.total())
@@ -366,7 +374,11 @@ def write_prepared(folder: Path, sites: Iterable[Prepared | None]) -> None:
 
 def _entry(prepared: Prepared, files: Mapping[str, BinaryIO]) -> dict[str, Any]:
     """Append the arrays of a site to the files, and return where they are."""
-    entry: dict[str, Any] = {"records": prepared.records, "left_out": dict(prepared.left_out)}
+    entry: dict[str, Any] = {
+        "records": prepared.records,
+        "left_out": dict(prepared.left_out),
+        "places": dict(prepared.places),
+    }
     for name, part in prepared.parts():
         arrays = {}
         for kind, type_ in _TYPES.items():
@@ -411,7 +423,8 @@ class Store:
         with self._whole():
             train, held_out = (self._sequences(entry[part]) for part in ("train", "held_out"))
             asked = self._sequences(entry["asked"]) if "asked" in entry else None
-        return Prepared(train, held_out, entry["records"], Counter(entry["left_out"]), asked)
+        left_out, places = Counter(entry["left_out"]), entry.get("places", {})
+        return Prepared(train, held_out, entry["records"], left_out, places, asked)
 
     def _sequences(self, entry: dict[str, Any]) -> Sequences:
         arrays: dict[str, Any] = {"positions": None}
@@ -419,6 +432,14 @@ class Store:
             size = int(np.prod(shape))
             arrays[kind] = self._arrays[kind][offset : offset + size].reshape(shape)
         return Sequences(**arrays, n_bytes=entry["n_bytes"])
+
+    def left_out(self) -> tuple[Counter[str], dict[str, str]]:
+        """Number of records that the sites leave out, by the reason, and the place of the first of each."""
+        counts, places = Counter[str](), dict[str, str]()
+        for entry in filter(None, self._index):
+            counts.update(entry["left_out"])
+            places = entry.get("places", {}) | places
+        return counts, places
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -486,7 +507,7 @@ def _learnable(
         if cut.role[_first(cut) :].any():
             yield cut
         else:
-            unusable.left_out[_NOTHING_LEARNABLE] += 1
+            unusable.leave_out(_NOTHING_LEARNABLE)
 
 
 def _first(example: Example) -> int:
@@ -513,7 +534,7 @@ def _learnable_pieces(
         if learnable:
             yield owner, learnable
         else:
-            unusable.left_out[_NOTHING_LEARNABLE] += 1
+            unusable.leave_out(_NOTHING_LEARNABLE)
 
 
 def _unique(
@@ -539,7 +560,7 @@ def _unique(
         if new:
             yield owner, new
         else:
-            unusable.left_out[_DUPLICATE] += 1
+            unusable.leave_out(_DUPLICATE)
 
 
 def _split_units(
@@ -707,7 +728,7 @@ def _lay_out_choices(
     for answer, completed, first in compared(examples, tokenizer, data):
         # The first token of a sequence has no context to be predicted from.
         if first == 0 or max(map(len, completed)) > length:
-            unusable.left_out[_NOT_COMPARED] += 1
+            unusable.leave_out(_NOT_COMPARED)
             continue
         for row, example in enumerate(completed, len(answers) * size):
             tokens[row, : len(example)] = example.tokens

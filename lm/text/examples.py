@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.text import chat
 from cloister.lm.text.records import Record, Unusable
-from cloister.lm.text.tokenizer import byte_tokenizer
+from cloister.lm.text.tokenizer import END as END_OF_TEXT
+from cloister.lm.text.tokenizer import PAD, byte_tokenizer
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import DataSection
 
@@ -124,12 +126,14 @@ def to_examples(
                 )
                 if question is None:
                     continue
-            yield record, text, label, question
+            yield record, text, label, question, unusable.place
 
     for batch in _by_size(rendered()):
-        examples = unusable.tried_together("refused by the tokenizer", encode, [each[1] for each in batch])
-        for (record, _, label, question), example in zip(batch, examples, strict=True):
+        texts, places = [each[1] for each in batch], [each[4] for each in batch]
+        examples = unusable.tried_together("refused by the tokenizer", encode, texts, places)
+        for (record, _, label, question, place), example in zip(batch, examples, strict=True):
             if example is not None:
+                unusable.place = place
                 yield record, replace(example, label=label, question=question)
 
 
@@ -208,6 +212,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> No
             )
 
 
+def sample_record(data: DataSection) -> str:
+    """A record with the fields that a plan asks for, as a line of JSONL."""
+    turns = [{"role": role, "content": "..."} for role in ("user", "assistant")]
+    record: dict[str, Any] = {data.text_field: "..."}
+    if data.format == "messages":
+        record = {data.messages_field: turns}
+    elif data.format == "prompt":
+        record = {data.prompt_field: "...", data.completion_field: (*data.choices, "...")[0]}
+    fields = {data.label_field: data.classes[:1], data.owner: ["..."] * bool(data.owner)}
+    return json.dumps(record | {name: few[0] for name, few in fields.items() if few}, ensure_ascii=False)
+
+
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """What determines a tokenizer's tokens of ordinary text, by which the byte tokenizer is known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -217,8 +233,8 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-_Rendered = tuple[Record, _Text, int | None, tuple[str, int] | None]
-"""A record, its text, the class of the text if it is classified, and the record's question if it has a choice."""
+_Rendered = tuple[Record, _Text, int | None, tuple[str, int] | None, str]
+"""A record, its text, the class of a text that is classified, the question of a record with a choice, and its place."""
 
 
 @lru_cache(maxsize=1)
@@ -421,12 +437,11 @@ class _Encoder:
         alone = tokenizer("")["input_ids"]
         self.start = alone[:1] if close and alone[:1] == [tokenizer.bos_token_id] else []
         self.end = [tokenizer.eos_token_id] if close else []
-        self.special = [str(token) for token in tokenizer.all_special_tokens]
         # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
         self.bytes = _identity(tokenizer) == _identity_of_bytes()
 
     def __call__(self, batch: Sequence[_Text]) -> list[Example]:
-        if self.bytes and not any(token in text for text, _ in batch for token in self.special):
+        if self.bytes:
             coded = _as_bytes(batch)
         elif self.whole:
             coded = self._as_wholes([text for text, _ in batch])
@@ -474,14 +489,24 @@ class _Encoder:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
 
 
+_SPECIAL = {END_OF_TEXT.encode(): 256, PAD.encode(): 257}
+_ANY_SPECIAL = re.compile(b"|".join(map(re.escape, _SPECIAL)))
+
+
 def _as_bytes(batch: Sequence[_Text]) -> Iterator[_Coded]:
     for text, spans in batch:
-        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        coded = text.encode()
+        tokens = np.frombuffer(coded, np.uint8).astype(np.int32)
         learned = np.zeros(len(tokens), bool)
         for start, stop in spans:
             first = len(text[:start].encode())
             learned[first : first + len(text[start:stop].encode())] = True
-        yield tokens, learned
+        kept = np.ones(len(tokens), bool)
+        for found in _ANY_SPECIAL.finditer(coded):
+            first, stop = found.span()
+            tokens[first], learned[first] = _SPECIAL[found.group()], learned[first:stop].any()
+            kept[first + 1 : stop] = False
+        yield tokens[kept], learned[kept]
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -70,6 +70,8 @@ class Unusable:
         """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
         self.place = ""
         """File and line of the record that is read; empty where its reader does not know them."""
+        self.places: dict[str, str] = {}
+        """Place of the first one, by the reason; empty where the reader does not know it."""
         self._first: tuple[str, str, BaseException] | None = None
 
     @property
@@ -81,6 +83,11 @@ class Unusable:
         said = f"a record that can be used ({reason}: {one_line(error)})"
         return error if isinstance(error, DataError) else DataError(place or "data", expected=said)
 
+    def leave_out(self, reason: str) -> None:
+        """Count the record that is read as left out."""
+        self.left_out[reason] += 1
+        self.places.setdefault(reason, self.place)
+
     def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
         """The result of `act(*arguments)` for one record; None if it raises."""
         try:
@@ -90,12 +97,12 @@ class Unusable:
         except (
             BaseException
         ) as error:  # a template raises anything, and a panic in a tokenizer is no `Exception`
-            self.left_out[reason] += 1
+            self.leave_out(reason)
             self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None
 
     def tried_together(
-        self, reason: str, act: Callable[[Sequence[_R]], list[_T]], items: Sequence[_R]
+        self, reason: str, act: Callable[[Sequence[_R]], list[_T]], items: Sequence[_R], places: Sequence[str]
     ) -> list[_T | None]:
         """The results of `act` for several records at once; if that raises, for each alone.
 
@@ -103,12 +110,14 @@ class Unusable:
             reason: Why a record is left out for which `act` raises.
             act: Gives one result for each item, which does not depend on the other items.
             items: What `act` takes, one for each record.
+            places: The place of each record.
         """
         together = Unusable().tried(reason, act, items)
         if together is not None:
             return [*together]
-        self.place = ""  # that of the record after these
-        alone = [self.tried(reason, act, [item]) for item in items]
+        alone = []
+        for item, self.place in zip(items, places, strict=True):
+            alone.append(self.tried(reason, act, [item]))
         return [None if each is None else each[0] for each in alone]
 
 
@@ -348,7 +357,8 @@ def _one_line(place: str, line: bytes) -> Record:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", str(error))
-        raise DataError(place, expected=f"one JSON object ({reason})") from None
+        found = line.decode(errors="replace").strip()
+        raise DataError(place, found, expected=f"one JSON object ({reason})") from None
     if not isinstance(record, dict):
         raise DataError(place, record, expected="one JSON object")
     return record

@@ -183,7 +183,7 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
     raise QuorumError(
         f"round {number}{of_group}",
         f"{failed.attempts} failed attempts",
-        expected=f"{needed} of {len(cohort)} sites to finish in one of them",
+        expected=f"{needed} of {len(cohort)} sites to finish in one of them{failed.dropped}",
         fix="repair the sites and continue the run: nothing is lost; sites keep to the plan that they have joined, "
         f"so a lower {fewer} or a longer cohort.deadline_s needs a new run",
     )

@@ -77,7 +77,7 @@ class Members:
         """Ask the newcomers to join.
 
         Returns:
-            Why nodes did not join. A failure is not signed, so the name in it is only what the node calls itself.
+            Why nodes did not join. A failure is not signed, so the name in it is unverified.
         """
         plan = self._plan.to_json()
         requests = {
@@ -90,7 +90,7 @@ class Members:
         for node, reply in answers:
             if not isinstance(reply, Joined):
                 claimed = printable(reply.site) if isinstance(reply, Failed) else ""
-                named = f"node {node} (calls itself {claimed})" if claimed else f"node {node}"
+                named = f"node {node} (unverified name: {claimed})" if claimed else f"node {node}"
                 failure = self._failure(named, reply)
             elif problem := self._problem(reply, requests[node]):
                 failure = Failure(f"node {node}", problem)

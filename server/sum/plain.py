@@ -55,6 +55,8 @@ class Course:
 
     answered: set[str] = field(default_factory=set)
     """Sites that have answered or failed in step 4."""
+    dropped: str = ""
+    """The site that dropped out last, and why."""
     folded: set[str] = field(default_factory=set)
     """Sites whose vectors are folded in."""
     trainings: dict[str, tuple[ByFeature, float]] = field(default_factory=dict)
@@ -182,6 +184,7 @@ class Plain:
             self.party.refused.add(site)
             detail = {"site": site, "reason": reason}
             self.party.journal.record(self.wanted.round, self.attempt.number, steps.REFUSED, detail)
+        self.course.dropped = f" ({site}: {reason})"
         self.party.observe(SiteFailed(self.wanted.round, site, reason))
 
 

@@ -116,12 +116,12 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     out: set[str] = set()
     doubted: set[str] = set()
     turns = 0  # that sites in complaints have had in this sum
-    apart = False
+    apart, dropped = False, ""
     begun = _begun(journal, wanted)
     while True:
         unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
         if failures >= last:
-            return Failed(failures, bound=unmasking is not None or apart)
+            return Failed(failures, bound=unmasking is not None or apart, dropped=dropped)
         if begun is None:
             able = [site for site in party.present(cohort) if site not in out | doubted]
             begun = _begin(party, wanted, told, unmasking, able)
@@ -139,7 +139,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             opened = yield from under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
             failures += 1
-            apart = course.apart
+            apart, dropped = course.apart, course.dropped
             trainings |= course.trainings
             noted = course.noted
             turns += bool(doubted)

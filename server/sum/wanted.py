@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cloister.aggregation.features.feature import Summed
@@ -74,6 +74,8 @@ class Failed:
     spoiled: str = ""
     """The total of the opened sum that no honest sites can have: a site lied in its counters, and another attempt would
     sum the same again."""
+    dropped: str = field(default="", compare=False)
+    """The site that dropped out last, and why."""
 
 
 @dataclass(frozen=True)

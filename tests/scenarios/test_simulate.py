@@ -332,7 +332,7 @@ def test_a_site_that_is_lost_for_its_data_is_named_at_the_end(
     lost = [line for line in out.splitlines() if "took no part in the run" in line]
     assert len(lost) == 1
     assert re.search(
-        r"^node \d \(calls itself site-00\d\) took no part .*/data\.jsonl, line 1, field text is 7: expected text",
+        r"^node \d \(unverified name: site-00\d\) took no part .*/data\.jsonl, line 1, field text is 7: expected text",
         lost[0],
     )
     assert "not used: 1 without the fields of data.format 'text'" in out

@@ -255,7 +255,10 @@ def test_a_unit_has_one_sequence_of_each_record(unit: str) -> None:
     expected = np.arange(37) if unit == "record" else np.arange(0, 19, 2)
     np.testing.assert_array_equal(made.train.starts, expected)
     assert made.train.labels.shape == (expected[-1], 1)
-    reasons = {"without a label in data.classes": 1, "without a learnable token": 1}
+    reasons = {
+        "without a label in data.classes": 1,
+        "without a learnable token within data.sequence_length": 1,
+    }
     assert (made.records, dict(made.left_out)) == (36, reasons)
     words = unit_in_words(plan.data, plan.privacy)
     assert words.endswith("first 16 tokens are used" if unit == "record" else "its first 16 tokens")

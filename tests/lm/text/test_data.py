@@ -40,7 +40,7 @@ from cloister.tests.tools.raises import raises
 
 BYTES = byte_tokenizer()
 EOS = 256
-EMPTY = "without a learnable token"
+EMPTY = "without a learnable token within data.sequence_length"
 PAD = 257
 OWNER = ["privacy.unit=owner", "data.owner=who", "privacy.sampling_rate=0.5"]
 PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|"))

@@ -98,7 +98,10 @@ def test_the_first_record_that_cannot_be_used_is_named_by_file_and_line(tmp_path
     unusable = Unusable()
     assert list(read_each(str(file), unusable)) == [{"text": "x"}]
     assert unusable.left_out == {"not readable": 2}
-    assert str(unusable.first).startswith(f"{file}, line 4: expected one JSON object (Expecting value)")
+    assert unusable.places == {"not readable": f"{file}, line 4"}
+    assert str(unusable.first).startswith(
+        f"{file}, line 4 is 'no object': expected one JSON object (Expecting"
+    )
 
 
 def test_a_list_is_one_document_only_where_no_record_is_protected(tmp_path: Path) -> None:

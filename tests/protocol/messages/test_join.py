@@ -128,7 +128,7 @@ class Sites:
 
     def __init__(self, folder: Path, *changes: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        source = lines(folder / "all.jsonl", map(json.dumps, VALID))
+        source = lines(folder / "all.jsonl", map(json.dumps, VALID * 2))
         self.folder = folder
         self.federation = Federation(
             folder, tiny(*changes, f"simulation.source={source}", "local.steps=1", "data.sequence_length=40")
@@ -477,7 +477,7 @@ def test_a_folder_is_read_file_by_file(by_record: Sites, tmp_path: Path) -> None
         assert units_of(read(by_record, folder)) == units_of(others)
     assert read(by_record, folder).left_out == {
         "not readable": 3,
-        "without a learnable token": 1,
+        "without a learnable token within data.sequence_length": 1,
         "without the fields of data.format 'text'": 1,
     }
 

@@ -258,7 +258,7 @@ def test_where_sums_are_in_clear_no_answer_is_signed() -> None:
 
 
 def test_a_node_that_cannot_join_is_not_named_as_a_site_because_nothing_proves_its_name() -> None:
-    named_as = {name: f"node 3 (calls itself {name})" for name in ("site-003", "site-000")}
+    named_as = {name: f"node 3 (unverified name: {name})" for name in ("site-003", "site-000")}
     for said, named in (*named_as.items(), ("", "node 3")):
         party = Party()
         party.replies("site-003", Failed(said, "its data is gone"))
@@ -272,7 +272,7 @@ def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
     assert party.join().sites == ["site-000", "site-002", "site-003"]
     party.replies("site-003", Failed("site-003", "its key is lost"))
     with raises(
-        EngineError, "sites", says=("2", "3 of 4", "(node 1 (calls itself site-001): its disk is full)")
+        EngineError, "sites", says=("2", "3 of 4", "(node 1 (unverified name: site-001): its disk is full)")
     ):
         party.join()
 

@@ -1,0 +1,168 @@
+"""What a newcomer meets with own records: counts, refusals with a fix, and what a run says at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cloister.protocol.errors import DataError
+from cloister.tests.tools.command import done, found, ran, refusal, set_options
+
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+CHATS = ["data.format=messages", "data.sequence_length=64", "simulation.partition=iid", "run.rounds=1"]
+UNIT = [
+    "privacy.unit=record",
+    "privacy.noise_multiplier=1",
+    "privacy.sampling_rate=0.5",
+    "aggregation.weighting=uniform",
+    "server.evaluation=none",
+]
+
+
+def chat(said: object) -> str:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": said}]
+    return json.dumps({"messages": turns})
+
+
+def options(folder: Path, lines: list[str], *settings: str) -> list[str]:
+    """The options of a command on chats of one's own."""
+    path = folder / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return set_options([*CHATS, f"simulation.source={path}", *settings])
+
+
+def test_a_check_counts_the_records_of_each_source_and_names_those_that_are_not_used(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    public = tmp_path / "public.jsonl"
+    public.write_text("\n".join(chat("Nobody.") for _ in range(7)))
+    lines = [chat("Me."), chat(7), chat("x" * 100 + "Y"), *[chat("You.")] * 10, chat(8)]
+    lines[2] = json.dumps(
+        {"messages": [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": ""}]}
+    )
+    given = options(tmp_path, lines, f"public.source={public}")
+    checked = found(capsys, "plan", "check", str(small_plan), *given)
+    assert checked["records"] == {"simulation.source": 14, "fewest at a site": 3, "public.source": 7}
+    source = tmp_path / "chats.jsonl"
+    assert checked["not_used"] == (
+        f"not used: 1 without a learnable token within data.sequence_length (the first: {source}, line 3), "
+        f"2 without the fields of data.format 'messages' (the first: {source}, line 2)"
+    )
+    shown = done(capsys, "plan", "check", str(small_plan), *given)
+    assert re.search(r"records: simulation\.source +│ +14 ", shown)
+    assert re.search(r"records: public\.source +│ +7 ", shown)
+    assert checked["not_used"] in shown
+    private = found(capsys, "plan", "check", str(small_plan), *given, *set_options(UNIT))
+    assert (private["records"], private["not_used"]) == (checked["records"], "")
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+@pytest.mark.parametrize("verb", [["plan", "check"], ["simulate"]])
+def test_too_few_records_for_the_sites_are_refused_before_a_run(
+    small_plan: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+    count: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["--traceback", *verb, str(small_plan), *options(tmp_path, [chat("Me.")] * count)]
+    with pytest.raises(DataError) as refused:
+        ran(capsys, *command)
+    assert refused.value.field == "simulation.partition"
+    assert "add records" in refused.value.fix
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["data.format=prompt", "data.prompt_field=asked"],
+        ["data.format=text", "data.text_field=note"],
+        ["data.format=text", "data.task=classify", 'data.classes=["no", "yes"]'],
+    ],
+)
+def test_a_line_that_is_no_json_is_quoted_with_a_line_that_the_plan_takes(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
+) -> None:
+    given = options(tmp_path, ["question,answer", '"Who?","Me."'], *settings)
+    line = refusal(capsys, "plan", "check", str(small_plan), *given)
+    assert f"{tmp_path / 'chats.jsonl'}, line 1 is 'question,answer'" in line
+    such = line[line.index("{") :]
+    done(capsys, "plan", "check", str(small_plan), *options(tmp_path, [such] * 8, *settings))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_end_of_a_run_on_chats_counts_what_is_not_used_and_shows_how_to_ask(
+    small_plan: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    private: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = options(tmp_path, [chat("Me."), chat(7), *[chat("You.")] * 10, chat(8)], *UNIT * private)
+    code, out, err = ran(capsys, "simulate", str(small_plan), *given)
+    assert (code, err) == (0, "")
+    end = out[out.index("Outcome") :]
+    (line,) = (line for line in end.splitlines() if "not used" in line)
+    assert "2 without the fields of data.format 'messages'" in line
+    place = re.search(r"\(the first: (.*/data\.jsonl), line (\d+)\)", line)
+    if private:
+        assert place is None
+        assert "must stay at this site" in line
+    else:
+        assert place is not None
+        assert Path(place[1]).read_text().splitlines()[int(place[2]) - 1] in (chat(7), chat(8))
+    assert "the final model answers 'Hello'" in end
+    assert " ".join(done(capsys, "resume", "runs/tiny").split()).count(line) == 1
+    (hint,) = (line for line in end.splitlines() if line.startswith("try "))
+    program, *arguments = shlex.split(hint)[1:]
+    assert program == "cloister"
+    assert not done(capsys, *arguments).startswith("Hello")
+
+
+def test_a_second_run_of_a_plan_says_where_it_goes_and_why(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/tiny").mkdir(parents=True)
+    code, out, err = ran(capsys, "simulate", str(small_plan), "--rounds", "1")
+    assert code == 0
+    (line,) = err.splitlines()
+    assert "runs/tiny exists" in line
+    assert "runs/tiny-2" in line
+    assert "cloister resume runs/tiny" in line
+    assert "run     runs/tiny-2" in out
+
+
+def test_a_tokenizer_says_that_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "public.txt").write_text("a text of the public\n" * 50)
+    command = [
+        "tokenizer",
+        "train",
+        str(tmp_path / "public.txt"),
+        "--vocab",
+        "260",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    code, _, err = ran(capsys, *command)
+    assert code == 0
+    (line,) = err.splitlines()
+    assert line.startswith("training a tokenizer of 260 tokens on ")
+
+
+def test_a_run_that_too_few_sites_finish_ends_with_the_reason_of_one(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = set_options(["faults.update=1", "cohort.attempts=1"])
+    line = refusal(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), *faults)
+    assert re.search(r"to finish in one of them \(site-00\d: .*faults.*\)", line), line
