@@ -11,8 +11,9 @@ import pytest
 
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.protocol.plan.template import to_page, to_toml
+from cloister.protocol.plan.template import to_toml
 from cloister.tests.tools.command import done
+from cloister.tests.tools.plan_page import to_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 SHIPPED = sorted(Path(str(files("cloister.simulations.plans"))).glob("*.toml"))
