@@ -26,11 +26,9 @@ needs 1e9.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -40,7 +38,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from randomgen import AESCounter
 
 from cloister.protocol.encoding import pack
-from cloister.protocol.messages.blocks import BLOCK, cut
+from cloister.protocol.messages.blocks import BLOCK, cut, in_threads
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Samples: TypeAlias = npt.NDArray[Any]
@@ -178,12 +176,12 @@ class NoiseStream:
         check_positive("sigma", sigma)
         _check_vector(vector, offset)
 
-        def add(part: Samples, start: int) -> None:
-            for block, samples in self._normals(part, start):
+        def add(part: Samples, begin: int) -> None:
+            for block, samples in self._normals(part, offset + begin):
                 np.multiply(samples, sigma, out=samples)
                 np.add(block, samples, out=block, dtype=np.float64, casting="same_kind")
 
-        _in_parts(add, vector, offset, threads)
+        in_threads(add, vector, [begin for begin, *_ in cut(offset, vector.size)], threads)
 
     def skellam(self, size: int, variance: float, offset: int = 0) -> npt.NDArray[np.int64]:
         """Skellam samples with mean 0, the difference of two independent Poisson(variance / 2): elements
@@ -250,22 +248,6 @@ class _Blocks:
 
 def _derive(key: bytes, length: int, *what: str | int) -> bytes:
     return HKDF(SHA256(), length, None, pack(PROTOCOL, *what)).derive(key)
-
-
-def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int, threads: int) -> None:
-    """Call `work` on parts of `vector` that meet at block boundaries, with the offset of each part."""
-    edges = [begin for begin, _, _, _ in cut(offset, vector.size)]
-    count = max(1, min(threads, len(edges)))
-    if count == 1:
-        work(vector, offset)
-        return
-    bounds = [edges[part * len(edges) // count] for part in range(count)] + [vector.size]
-    with ThreadPoolExecutor(count, thread_name_prefix="noise") as pool:
-        running = [
-            pool.submit(work, vector[begin:end], offset + begin) for begin, end in itertools.pairwise(bounds)
-        ]
-        for part in running:
-            part.result()
 
 
 def check_positive(name: str, value: float) -> None:
