@@ -4,7 +4,7 @@
 # make test-deployment   kill processes of a real deployment, cut its network, fill its disks; minutes, and partly as root
 # make test-hour  sites join and leave for an hour, and the coordinator's memory, files and sockets stay what they were
 # make check      lint, types, import directions, sizes
-# make docs       generate docs/plan.md from protocol/plan/plan.py
+# make docs       generate docs/plan.md from protocol/plan/plan.py (tests/pages/plan_page.py)
 # make proto      generate protocol/messages/door_pb2.py from protocol/messages/door.proto
 # make peers      install pfl-research into .venv-pfl, for benchmarks/scale.py
 # Everything else is installed into $(VENV) first; nothing else on the machine is touched.
@@ -43,7 +43,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_shape.py
 
 docs: $(READY)
-	$(BIN)/python -m cloister.protocol.plan.template > docs/plan.md
+	$(BIN)/python -m cloister.tests.pages.plan_page > docs/plan.md
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iprotocol/messages --python_out=protocol/messages --pyi_out=protocol/messages door.proto

@@ -23,60 +23,21 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 from typing import Any, NoReturn
 
 from cloister.cli.options.shared_options import said
-from cloister.cli.verbs import (
-    audit,
-    budget,
-    compress,
-    coordinator,
-    doctor,
-    export,
-    generate,
-    ledger,
-    logs,
-    plan,
-    provision,
-    report,
-    resume,
-    simulate,
-    site,
-    status,
-    stop,
-    submit,
-    tokenizer,
-    track,
-    tune,
-    up,
-)
 from cloister.protocol.errors import CloisterError
 
-VERBS: dict[str, ModuleType] = {
-    "simulate": simulate,
-    "resume": resume,
-    "tune": tune,
-    "report": report,
-    "generate": generate,
-    "export": export,
-    "compress": compress,
-    "tokenizer": tokenizer,
-    "plan": plan,
-    "budget": budget,
-    "site": site,
-    "coordinator": coordinator,
-    "provision": provision,
-    "doctor": doctor,
-    "up": up,
-    "submit": submit,
-    "status": status,
-    "track": track,
-    "stop": stop,
-    "logs": logs,
-    "ledger": ledger,
-    "audit": audit,
-}
+VERBS = [
+    "simulate", "resume", "tune",  # a federation on this machine
+    "report", "generate", "export", "compress",  # what a finished run has made
+    "tokenizer", "plan", "budget",  # before a run
+    "site", "coordinator", "provision", "doctor",  # the parties of a deployment
+    "up", "submit", "status", "track", "stop", "logs",  # runs of a deployment
+    "ledger", "audit",  # privacy
+]  # fmt: skip
+"""The verbs in the order of `--help`; each is a module of `cli/verbs`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +86,8 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="on an error, show the Python traceback")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name, verb in VERBS.items():
+    for name in VERBS:
+        verb = import_module(f"cloister.cli.verbs.{name}")
         of_verb = verbs.add_parser(name, **said(verb))
         of_verb.set_defaults(act=getattr(verb, "run", None))
         verb.options(of_verb)

@@ -12,9 +12,7 @@ threads run in parallel. Refused: a mask as a separate vector (one more copy of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -23,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher as _Cipher
 from cryptography.hazmat.primitives.ciphers import CipherContext, algorithms, modes
 
 from cloister.protocol.errors import MaskError
+from cloister.protocol.messages.blocks import in_threads
 
 Cipher = Literal["aes-256-ctr", "chacha20"]
 Ring = npt.NDArray[np.unsignedinteger[Any]]
@@ -142,20 +141,11 @@ def apply(
     check(vector, offset)
     if vector.size == 0 or not (add or subtract):
         return
-    per_block = BLOCK // vector.itemsize
-    blocks = -(-vector.size // per_block)
-    parts = max(1, min(threads, blocks))
-    bounds = [part * blocks // parts * per_block for part in range(parts)] + [vector.size]
-    if parts == 1:
-        _apply_part(vector, add, subtract, offset, cipher)
-        return
-    with ThreadPoolExecutor(parts, thread_name_prefix="mask") as pool:
-        running = [
-            pool.submit(_apply_part, vector[start:end], add, subtract, offset + start, cipher)
-            for start, end in itertools.pairwise(bounds)
-        ]
-        for part in running:
-            part.result()
+
+    def work(part: Ring, begin: int) -> None:
+        _apply_part(part, add, subtract, offset + begin, cipher)
+
+    in_threads(work, vector, range(0, vector.size, BLOCK // vector.itemsize), threads)
 
 
 def _apply_part(

@@ -1,4 +1,4 @@
-"""A console for standard output or standard error that survives a broken pipe."""
+"""A console for standard output or standard error that survives a broken pipe; and the tables that verbs print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 class PipedConsole(Console):
@@ -20,3 +22,16 @@ class PipedConsole(Console):
                 os.dup2(nowhere, self.file.fileno())  # a flush of what is buffered would fail again
             finally:
                 os.close(nowhere)
+
+    def say(self, line: str, style: str = "") -> None:
+        """Print a line as it is: without markup, and not cut at the width of the terminal."""
+        self.print(Text(line, style=style), soft_wrap=True)
+
+
+def columns(*headings: str, title: str | None = None, left: int = 1) -> Table:
+    """A table: its first `left` columns are words, the others are numbers. One without headings is a list of facts."""
+    table = Table(title=title, title_justify="left", show_header=any(headings))
+    for index, heading in enumerate(headings):
+        style = "cyan" if not index and not table.show_header else ""
+        table.add_column(Text(heading), style=style, justify="left" if index < left else "right")
+    return table

@@ -10,9 +10,6 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import Absent, display_for
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
@@ -96,11 +93,11 @@ def _begun(folder: RunFolder) -> bool:
         return True
 
 
-def _print_how_to_continue(console: Console, folder: RunFolder) -> None:
-    console.print(Text(f"stopped; continue with: {folder.resume_command()}", style="yellow"), soft_wrap=True)
+def _print_how_to_continue(console: PipedConsole, folder: RunFolder) -> None:
+    console.say(f"stopped; continue with: {folder.resume_command()}", "yellow")
 
 
-def _print_that_it_is_finished(console: Console, folder: RunFolder) -> None:
+def _print_that_it_is_finished(console: PipedConsole, folder: RunFolder) -> None:
     command = folder.resume_command()
     line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
-    console.print(Text(line, style="yellow"), soft_wrap=True)
+    console.say(line, "yellow")

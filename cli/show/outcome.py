@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
+from cloister.cli.show.console import PipedConsole, columns
 from cloister.cli.show.display import LineDisplay
 from cloister.lm.output.generate import generate
 from cloister.lm.tasks.confusion import Confusion
@@ -113,7 +113,7 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
 
 
 def losses_of_sites(
-    console: Console, folder: RunFolder, display: LineDisplay, workers: int | None
+    console: PipedConsole, folder: RunFolder, display: LineDisplay, workers: int | None
 ) -> Losses | None:
     """Evaluate each site of a finished run, and keep the result; None if that is not possible.
 
@@ -122,7 +122,7 @@ def losses_of_sites(
     what = "not shown: the held-out loss of"
     reason = not_evaluated(folder.plan)
     if reason:
-        _warn(console, f"{what} each site: {reason}")
+        console.say(f"{what} each site: {reason}", "yellow")
         return None
     found = _tried(
         console,
@@ -134,13 +134,13 @@ def losses_of_sites(
     if found.problems:
         first, *others = found.problems
         more = f" and {len(others)} more" if others else ""
-        _warn(console, f"{what} {first}{more}: {found.problems[first]}")
+        console.say(f"{what} {first}{more}: {found.problems[first]}", "yellow")
     _tried(console, "not kept: the held-out loss of each site", lambda: keep(folder, found.sites))
     return found
 
 
 def print_outcome(
-    console: Console,
+    console: PipedConsole,
     folder: RunFolder,
     outcome: Outcome,
     losses: Losses | None,
@@ -162,17 +162,17 @@ def print_outcome(
     if outcome.confusion is not None:
         console.print(*_classes(outcome.confusion, plan.data))
     for site, why in absent.items():
-        _warn(console, f"{site} took no part in the run: {why}")
+        console.say(f"{site} took no part in the run: {why}", "yellow")
     reason = ""
     if plan.privacy.unit == "none":
         reason = "the plan has no privacy unit"
     elif plan.simulation.noise_seed is not None:
         reason = "the noise came from the declared seed simulation.noise_seed"
     if reason:
-        console.print(Text(f"no privacy guarantee: {reason}", style="bold yellow"))
+        console.say(f"no privacy guarantee: {reason}", "bold yellow")
     lost = _tried(console, "not shown: the records that are not used", lambda: left_out(plan, folder.sites))
     if lost:
-        _warn(console, f"records of the sites: {lost}")
+        console.say(f"records of the sites: {lost}", "yellow")
     writes, chat = plan.data.task == "generate", plan.data.format == "messages"
     prompt = "Hello" if chat else "The "
     if writes:
@@ -196,13 +196,11 @@ def print_outcome(
         if writes
         else f"export  cloister export {run} DIR",
     ):
-        console.print(Text(line), soft_wrap=True)
+        console.say(line)
 
 
-def _print_losses(console: Console, losses: Losses) -> None:
-    sites = Table(title="Held-out loss of each site", title_justify="left")
-    for heading in ("site", "sequences", "before", "after"):
-        sites.add_column(heading, justify="left" if heading == "site" else "right")
+def _print_losses(console: PipedConsole, losses: Losses) -> None:
+    sites = columns("site", "sequences", "before", "after", title="Held-out loss of each site")
     for site in losses.sites:
         shown = ("" if loss is None else f"{loss:.3f}" for loss in (site.before, site.after))
         sites.add_row(site.site, f"{site.sequences:,}", *shown)
@@ -210,24 +208,18 @@ def _print_losses(console: Console, losses: Losses) -> None:
         console.print(sites)
 
 
-def _tried(console: Console, failure: str, make: Callable[[], T]) -> T | None:
+def _tried(console: PipedConsole, failure: str, make: Callable[[], T]) -> T | None:
     """What `make` returns; None, after a line with what failed and why, if it fails."""
     try:
         return make()
     except Exception as error:  # of any class: the run is finished, and its command must not fail
-        _warn(console, f"{failure}: {one_line(error)}")
+        console.say(f"{failure}: {one_line(error)}", "yellow")
         return None
-
-
-def _warn(console: Console, line: str) -> None:
-    console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     label = folder.plan.data.label
-    table = Table(title="Outcome", title_justify="left", show_header=False)
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
+    table = columns("", "", title="Outcome")
     if outcome.initial_loss is not None and outcome.final_loss is not None:
         loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
         table.add_row("held-out loss", loss)
@@ -268,10 +260,7 @@ def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
     """The held-out texts by class, or prompts by choice: the figures of each, and where there are few what they were
     taken for."""
     classes, (counted, by) = data.outcomes, data.counted
-    table = Table(title=f"Held-out {counted}s by {by}", title_justify="left")
-    table.add_column(by)
-    for heading in ("precision", "recall", "F1", f"{counted}s"):
-        table.add_column(heading, justify="right")
+    table = columns(by, "precision", "recall", "F1", f"{counted}s", title=f"Held-out {counted}s by {by}")
     for name, each in zip(classes, confusion.by_class(), strict=True):
         table.add_row(
             Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
@@ -279,10 +268,7 @@ def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
     yield table
     if len(classes) > _SHOWN_CLASSES:
         return
-    matrix = Table(title="What they were taken for", title_justify="left")
-    matrix.add_column(by)
-    for name in classes:
-        matrix.add_column(Text(name), justify="right")
+    matrix = columns(by, *classes, title="What they were taken for")
     for name, row in zip(classes, confusion.counts, strict=True):
         matrix.add_row(Text(name), *(f"{count:,}" for count in row))
     yield matrix

@@ -171,21 +171,18 @@ def _print_cost(
 
     console = PipedConsole()
     if arguments.target_epsilon is not None:
-        _say(console, f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
+        console.say(f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
     by = f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}"
-    _say(console, f"epsilon {at_most(cost.epsilon)} at delta {mechanism.delta:g} ({by})", "bold")
+    console.say(f"epsilon {at_most(cost.epsilon)} at delta {mechanism.delta:g} ({by})", "bold")
     if together is not None:
         several = f"{arguments.group} {mechanism.unit}s together"
-        _say(
-            console, f"epsilon {at_most(together.epsilon)} at delta {mechanism.delta:g} for {several}", "bold"
-        )
-    _say(console, f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
-    _say(console, f"noise     {_up(noise)} x the clipping norm, {mechanism.description}")
-    _say(console, f"length    {length:,} {mechanism.counted}")
+        console.say(f"epsilon {at_most(together.epsilon)} at delta {mechanism.delta:g} for {several}", "bold")
+    console.say(f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
+    console.say(f"noise     {_up(noise)} x the clipping norm, {mechanism.description}")
+    console.say(f"length    {length:,} {mechanism.counted}")
     whose = {"record": "a given record", "owner": "a given owner's data", "site": "a given site's data"}
     guess = meaning(cost.epsilon, mechanism.delta).guess
-    _say(
-        console,
+    console.say(
         f"In plain words: an observer of everything released, who guesses whether {whose[mechanism.unit]} was used, "
         f"is right in at most {guess} of 100 cases; a coin is right in 50.",
     )
@@ -198,31 +195,26 @@ def _print_table(
     lengths: tuple[int, ...],
     costs: dict[tuple[int, float], Spent],
 ) -> None:
-    from rich.table import Table
-
-    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.show.console import PipedConsole, columns
     from cloister.privacy.mechanism.events import relation
     from cloister.privacy.report.figures import at_most
 
     console = PipedConsole()
     counted = mechanism.counted
-    table = Table(title=f"epsilon at delta {mechanism.delta:g}, by {counted} and noise multiplier")
-    table.add_column(counted, justify="right")
-    for noise in _NOISES:
-        table.add_column(f"{noise:g}", justify="right")
+    title = f"epsilon at delta {mechanism.delta:g}, by {counted} and noise multiplier"
+    table = columns(counted, *(f"{noise:g}" for noise in _NOISES), title=title, left=0)
     for count in lengths:
         table.add_row(f"{count:,}", *(at_most(costs[count, noise].epsilon) for noise in _NOISES))
     console.print(table)
-    _say(console, f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
-    _say(console, f"noise     {mechanism.description}")
-    _say(console, "Choose a noise with --noise-multiplier, or compute it with --target-epsilon.")
+    console.say(f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
+    console.say(f"noise     {mechanism.description}")
+    console.say("Choose a noise with --noise-multiplier, or compute it with --target-epsilon.")
     _caution(console, arguments)
 
 
 def _caution(console: PipedConsole, arguments: argparse.Namespace) -> None:
     if arguments.examples is not None and arguments.delta * arguments.examples >= 1:
-        _say(
-            console,
+        console.say(
             f"caution: delta {arguments.delta:g} is not below 1 / {arguments.examples:,} examples: "
             "a delta this large allows a mechanism that publishes a whole record",
             "bold yellow",
@@ -233,9 +225,3 @@ def _up(noise: float) -> str:
     """A noise multiplier rounded up to four decimals, or four digits if small: typed back, it costs no more."""
     decimals = max(4, 3 - math.floor(math.log10(noise)))
     return f"{math.ceil(noise * 10**decimals - 1e-9) / 10**decimals:.{decimals}f}".rstrip("0").rstrip(".")
-
-
-def _say(console: PipedConsole, line: str, style: str = "") -> None:
-    from rich.text import Text
-
-    console.print(Text(line, style=style), soft_wrap=True)

@@ -221,17 +221,11 @@ def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measu
         facts = {name: asdict(each) for name, each in (("before", before), ("after", after))}
         print(json.dumps(found | {name: each | each.pop("figures") for name, each in facts.items()}))
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.show.console import PipedConsole, columns
     from cloister.cli.verbs.plan import size
     from cloister.lm.tasks.figures import FIGURES
 
-    table = Table()
-    table.add_column()
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
+    table = columns("", "before", "after")
     both = (before, after)
     table.add_row("weights on disk", *(size(each.weight_bytes) for each in both))
     table.add_row("weights that are zero", *(f"{each.zeros:.1%}" for each in both))
@@ -241,4 +235,4 @@ def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measu
     table.add_row("tokens/s", *(f"{each.tokens_per_second:,.0f}" for each in both))
     console = PipedConsole()
     console.print(table)
-    console.print(Text(f"model   {target}\ntext    {text}"), soft_wrap=True)
+    console.say(f"model   {target}\ntext    {text}")

@@ -102,16 +102,13 @@ class Devices:
 
     def show(self, console: Console) -> None:
         """Print what the ranks will hold; ranks that hold equally much share a column."""
-        from rich.table import Table
+        from cloister.cli.show.console import columns
 
         console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
         console.print(f"State folder: {size(self._on_disk())} on disk, besides the data", highlight=False)
         kinds = iter(self._kinds())
         while some := list(islice(kinds, _KINDS)):
-            table = Table(show_header=False)
-            table.add_column(style="cyan")
-            for _ in some:
-                table.add_column(justify="right")
+            table = columns(*[""] * (1 + len(some)))
             for title, *cells in zip(*(self._column(ranks) for ranks in some), strict=True):
                 table.add_row(title[0], title[1], *(value for _, value in cells))
             console.print(table)

@@ -96,11 +96,7 @@ def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) ->
     console = PipedConsole()
     if not arguments.json:
         limit = sum(hop.limit_s for hop in hops)
-        console.print(
-            f"{party}: {len(hops)} hops; it waits at most {limit:g} s for others",
-            markup=False,
-            soft_wrap=True,
-        )
+        console.say(f"{party}: {len(hops)} hops; it waits at most {limit:g} s for others")
     for finding in examine(hops):
         findings.append(finding)
         if not arguments.json:
@@ -116,7 +112,7 @@ def _show(console: PipedConsole, finding: Finding) -> None:
     )
     console.print(line, soft_wrap=True)
     if finding.fix:
-        console.print(Text(f"         fix: {finding.fix}"), soft_wrap=True)
+        console.say(f"         fix: {finding.fix}")
 
 
 def _concluded(facts: dict[str, object], findings: list[Finding], arguments: argparse.Namespace) -> int:
@@ -128,14 +124,12 @@ def _concluded(facts: dict[str, object], findings: list[Finding], arguments: arg
         found = {"ok": first is None, "first": first.hop if first else None}
         print(json.dumps(facts | found | {"hops": [vars(finding) for finding in findings]}))
     else:
-        from rich.text import Text
-
         console = PipedConsole()
         skipped = sum(finding.state == "skipped" for finding in findings)
         if first is None:
             rest = f", but {skipped} were skipped" if skipped else ""
-            console.print(f"\nno hop of {len(findings)} failed{rest}", soft_wrap=True)
+            console.say(f"\nno hop of {len(findings)} failed{rest}")
         else:
-            console.print(Text(f"\nfirst failure: {first.hop}: {first.what}", style="bold"), soft_wrap=True)
-            console.print(Text(f"fix: {first.fix}"), soft_wrap=True)
+            console.say(f"\nfirst failure: {first.hop}: {first.what}", "bold")
+            console.say(f"fix: {first.fix}")
     return _FAILED if first else 0

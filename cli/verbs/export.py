@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cloister.cli.options.shared_options import add_json, add_run, tell
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
-
-if TYPE_CHECKING:
-    pass
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -138,20 +138,16 @@ def _epsilon(spent: Spent) -> dict[str, Any]:
 
 
 def _print(history: History, datasets: list[dict[str, Any]]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.show.console import PipedConsole, columns
 
     console = PipedConsole()
     if not datasets:
         console.print("nothing was charged yet")
         return
-    table = Table(title=f"Ledger of {history.entries[0].owner}", title_justify="left")
-    table.add_column("dataset")
-    table.add_column("run")
-    for column in ("rounds", "entries", "epsilon", "delta"):
-        table.add_column(column, justify="right")
+    headings = ("dataset", "run", "rounds", "entries", "epsilon", "delta")
+    table = columns(*headings, title=f"Ledger of {history.entries[0].owner}", left=2)
     for dataset in datasets:
         name, delta = dataset["dataset"], f"{dataset['delta']:g}"
         for run in dataset["runs"]:
@@ -172,5 +168,5 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     console.print(table)
     for dataset in datasets:
         if dataset["note"]:
-            console.print(Text(f"{dataset['dataset']}: {dataset['note']}"), soft_wrap=True)
-    console.print(Text(f"head {history.head.hex()}", style="dim"), soft_wrap=True)
+            console.say(f"{dataset['dataset']}: {dataset['note']}")
+    console.say(f"head {history.head.hex()}", "dim")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cloister.cli.options.shared_options import (
     add_engine,
@@ -19,9 +18,6 @@ from cloister.cli.options.shared_options import (
     chosen_plan,
     folder_for,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def options(parser: argparse.ArgumentParser) -> None:

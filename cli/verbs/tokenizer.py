@@ -1,4 +1,7 @@
-"""`cloister tokenizer`: train a tokenizer on public text, and show how one cuts a text."""
+"""`cloister tokenizer`: train a tokenizer on public text, and show how one cuts a text.
+
+Train a tokenizer for a model with fresh weights (model.tokenizer), or show one.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json
+from cloister.cli.options.shared_options import add_action, add_json, tell
 from cloister.cli.verbs.export import check_new
 from cloister.protocol.errors import CloisterError, DataError
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The actions `train` and `show`."""
-    parser.description = "Train a tokenizer for a model with fresh weights (model.tokenizer), or show one."
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    train = actions.add_parser(
-        "train",
-        help="train a tokenizer on public text",
-        description="Train a tokenizer on public text of any language, and write it to a folder for model.tokenizer of "
-        "a plan. Every byte is a token, so any text comes back whole. All parties get the tokenizer, and its "
-        "vocabulary shows words of the text: train it on public text only.",
-    )
-    train.set_defaults(act=_train)
+    train = add_action(actions, _train)
     train.add_argument(
         "files",
         nargs="+",
@@ -41,24 +36,19 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--out", required=True, metavar="DIR", help="folder to write, new or empty")
     add_json(train)
-    show = actions.add_parser(
-        "show",
-        help="show the tokens of a text",
-        description="Print the tokens of a text with their bytes, and whether the text comes back whole.",
-    )
-    show.set_defaults(act=_show)
+    show = add_action(actions, _show)
     show.add_argument("tokenizer", metavar="DIR", help="folder of a tokenizer, a hub name, or bytes")
     show.add_argument("text", metavar="TEXT", help="the text")
     add_json(show)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do the action."""
-    code: int = arguments.act(arguments)
-    return code
-
-
 def _train(arguments: argparse.Namespace) -> int:
+    """Train a tokenizer on public text.
+
+    The text may be of any language; the folder that is written is for model.tokenizer of a plan. Every byte is a token,
+    so any text comes back whole. All parties get the tokenizer, and its vocabulary shows words of the text: train it on
+    public text only.
+    """
     target = Path(arguments.out)
     check_new(target, "--out")
     for file in arguments.files:
@@ -94,14 +84,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
     trained = train_tokenizer(texts(), arguments.kind, arguments.vocab)
     write_folder(target, trained.save_pretrained)
-    if arguments.json:
-        print(
-            json.dumps({"folder": str(target), "kind": arguments.kind, "vocabulary": len(trained), **count})
-        )
-        return 0
-    print(f"{len(trained):,} tokens, from {count['characters']:,} characters of {count['records']:,} records")
-    print(f"folder  {target}\nplan    model.tokenizer = {json.dumps(str(target))}")
-    return 0
+    return tell(
+        arguments,
+        {"folder": str(target), "kind": arguments.kind, "vocabulary": len(trained), **count},
+        f"{len(trained):,} tokens, from {count['characters']:,} characters of {count['records']:,} records",
+        f"folder  {target}\nplan    model.tokenizer = {json.dumps(str(target))}",
+    )
 
 
 def check_public(file: Path, field: str) -> None:
@@ -165,6 +153,10 @@ def _hops(path: Path) -> Iterator[Path]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    """Show the tokens of a text.
+
+    Print the tokens with their bytes, and whether the text comes back whole.
+    """
     from cloister.lm.text.tokenizer import load_tokenizer
     from cloister.protocol.plan.plan import ModelSection
 
@@ -176,15 +168,14 @@ def _show(arguments: argparse.Namespace) -> int:
     ids: list[int] = tokenizer(arguments.text, add_special_tokens=False)["input_ids"]
     whole = tokenizer.decode(ids) == arguments.text
     pieces = [tokenizer.decode([token]) for token in ids]
-    if arguments.json:
-        found = {"vocabulary": len(tokenizer), "ids": ids, "pieces": pieces, "bytes": length, "whole": whole}
-        print(json.dumps(found))
-        return 0
-    for token, piece in zip(ids, pieces, strict=True):
-        shown = "bytes of a part of a character" if "\ufffd" in piece else repr(piece)
-        print(f"{token:>8}  {shown}")
     rate = f", {length / len(ids):.2f} bytes each" if ids else ""
-    print(
-        f"{len(ids):,} tokens of {len(tokenizer):,}{rate}; {'comes back whole' if whole else 'is not whole'}"
+    part = "bytes of a part of a character"
+    return tell(
+        arguments,
+        {"vocabulary": len(tokenizer), "ids": ids, "pieces": pieces, "bytes": length, "whole": whole},
+        *(
+            f"{token:>8}  {part if chr(0xFFFD) in piece else repr(piece)}"
+            for token, piece in zip(ids, pieces, strict=True)
+        ),
+        f"{len(ids):,} tokens of {len(tokenizer):,}{rate}; {'comes back whole' if whole else 'is not whole'}",
     )
-    return 0

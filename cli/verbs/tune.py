@@ -26,8 +26,7 @@ from cloister.cli.options.shared_options import (
 from cloister.protocol.errors import CloisterError, SearchError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from cloister.cli.show.console import PipedConsole
     from cloister.protocol.plan.plan import Plan
     from cloister.simulations.search.search import Search, Values
     from cloister.simulations.search.study import Trial
@@ -100,18 +99,18 @@ def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int
     return tell(arguments, facts, _opening(trial, search))
 
 
-def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: Console, *, new: bool) -> int:
+def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole, *, new: bool) -> int:
     from cloister.simulations.engines import fork_server
     from cloister.simulations.search.trials import Engine
     from cloister.simulations.search.tuning import to_json, tune
 
     try:
-        _say(console, _opening(folder.plan, folder.search))
-        _say(console, f"folder    {folder.path}")
+        console.say(_opening(folder.plan, folder.search))
+        console.say(f"folder    {folder.path}")
         if arguments.engine == "local":
             fork_server.start(folder.plan)
         engine = Engine(arguments.engine, arguments.workers, arguments.ray_address)
-        found = tune(folder, engine, lambda trial: _say(console, _line(trial)))
+        found = tune(folder, engine, lambda trial: console.say(_line(trial)))
     except KeyboardInterrupt:
         _say_how_to_continue(console, folder)
         raise
@@ -174,17 +173,16 @@ def _settings(values: Values) -> str:
     return ", ".join(shown)
 
 
-def _print(console: Console, folder: SearchFolder, found: Found) -> None:
-    from rich.table import Table
+def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
     from rich.text import Text
 
+    from cloister.cli.show.console import columns
     from cloister.privacy.report.figures import at_most
     from cloister.simulations.search.tuning import price
 
     if found.trials:
-        table = Table(title="Trials", title_justify="left")
-        for heading in ("trial", "held-out loss", "", "settings"):
-            table.add_column(heading, justify="right" if heading in ("trial", "held-out loss") else "left")
+        table = columns("trial", "held-out loss", "", "settings", title="Trials", left=0)
+        table.columns[2].justify = table.columns[3].justify = "left"
         ended = sorted(
             found.trials,
             key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number),
@@ -195,27 +193,21 @@ def _print(console: Console, folder: SearchFolder, found: Found) -> None:
             table.add_row(f"{trial.number}", loss, state, Text(_settings(trial.values)))
         console.print(table)
         if len(ended) > _SHOWN:
-            _say(console, f"and {len(ended) - _SHOWN:,} more")
+            console.say(f"and {len(ended) - _SHOWN:,} more")
     if found.best is not None:
         run = shlex.quote(str(found.folder))
         loss = "" if found.best.loss is None else f", held-out loss {found.best.loss:.4f}"
-        _say(console, f"best      {_settings(found.best.values)}{loss}")
-        _say(console, f"run       {run}")
-        _say(console, f"report    cloister report {run}")
+        console.say(f"best      {_settings(found.best.values)}{loss}")
+        console.say(f"run       {run}")
+        console.say(f"report    cloister report {run}")
     elif folder.private:
-        _say(console, f"best      no trial: the untrained model is in {found.folder}/final")
+        console.say(f"best      no trial: the untrained model is in {found.folder}/final")
     else:
-        _say(console, "best      no trial has finished")
+        console.say("best      no trial has finished")
     if folder.private:
         cost = price(folder.plan)
-        _say(console, f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g} for the whole search")
+        console.say(f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g} for the whole search")
 
 
-def _say_how_to_continue(console: Console, folder: SearchFolder) -> None:
-    _say(console, f"stopped; continue with: cloister tune --again {shlex.quote(str(folder.path))}")
-
-
-def _say(console: Console, line: str) -> None:
-    from rich.text import Text
-
-    console.print(Text(line), soft_wrap=True)
+def _say_how_to_continue(console: PipedConsole, folder: SearchFolder) -> None:
+    console.say(f"stopped; continue with: cloister tune --again {shlex.quote(str(folder.path))}")

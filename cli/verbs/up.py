@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = PipedConsole(stderr=arguments.json)
 
     def told(line: str) -> None:
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.say(line, "yellow")
 
     def observe(event: Event) -> None:
-        console.print(describe(event), markup=False, highlight=False, soft_wrap=True)
+        console.say(describe(event))
 
     if arguments.again:
         files = RunFiles(Path(arguments.again))
@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
         files = RunFiles(out)
     plan = read_plan(files.path)
-    observe_start = f"starting the coordinator and {plan.cohort.sites} sites; their logs are in {files.path}"
-    console.print(observe_start, markup=False, highlight=False, soft_wrap=True)
+    console.say(f"starting the coordinator and {plan.cohort.sites} sites; their logs are in {files.path}")
     try:
         metrics = ["--metrics", arguments.metrics] if arguments.metrics else []
         metrics += ["--metrics-on-network"] if arguments.metrics_on_network else []

@@ -39,9 +39,6 @@ def generate(
     Raises:
         ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
     """
-    for name, value, least in (("temperature", temperature, 0), ("max_new_tokens", max_new_tokens, 1)):
-        if value < least:
-            raise ModelError(name, value, expected=f"at least {least}")
     device = torch.device("cpu")
     module, tokenizer = load_saved(folder)
     if is_classifier(module):

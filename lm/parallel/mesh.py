@@ -68,11 +68,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees of a mesh.
-
-    Raises:
-        ModelError: a degree is below 1.
-    """
+    """The degrees of a mesh."""
 
     replicate: int = 1
     """Copies of the model."""
@@ -82,12 +78,6 @@ class Mesh:
     """Ranks that divide each matrix product."""
     pipeline: int = 1
     """Stages that divide the decoder blocks."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            degree = getattr(self, field.name)
-            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-                raise ModelError(f"mesh.{field.name}", degree, expected="a number of ranks, 1 or more")
 
     @property
     def size(self) -> int:

@@ -32,7 +32,6 @@ from cloister.lm.model.passes import Forward, Precision, losses_of_rows, summed_
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.confusion import Confusion, Counts
 from cloister.lm.text.data import NOT_LEARNED, Prepared, Sequences
-from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import Plan
 
 
@@ -99,12 +98,7 @@ def evaluate(
         precision: Arithmetic of the forward pass; losses are computed in float32 and summed in float64.
         weights: The part of the model that this process has, if it is a rank of several: all call this with the same
             sequences, and each computes its rows of a batch.
-
-    Raises:
-        DataError: `batch_size` is below 1.
     """
-    if batch_size < 1:
-        raise DataError("batch_size", batch_size, expected="at least 1 sequence")
     targets = sequences.targets()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)

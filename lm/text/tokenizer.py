@@ -75,14 +75,8 @@ def train_tokenizer(
         vocabulary: Number of tokens, with the bytes, `<|end|>` (eos) and `<|pad|>`; fewer if the text has no more.
 
     Raises:
-        ModelError: the vocabulary is smaller than the bytes and the two special tokens, or there is no text.
+        ModelError: there is no text.
     """
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise ModelError(
-            "vocabulary",
-            vocabulary,
-            expected=f"at least {SMALLEST_VOCABULARY}: the bytes and two special tokens",
-        )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {
         "vocab_size": vocabulary,

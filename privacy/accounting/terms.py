@@ -16,6 +16,7 @@ from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import (
     CorrelatedGaussian,
     Event,
+    Release,
     SampledGaussian,
     Selection,
     Unit,
@@ -38,7 +39,7 @@ class Terms:
     noise_multiplier: float
     """z that is charged: standard deviation of the noise over the clipping norm, on a sum of clipped terms."""
     delta: float
-    round_events: tuple[Event, ...]
+    round_events: tuple[Release, ...]
     """What one round costs a site that takes part in it; with correlated noise, all of its rounds together."""
     budget: float | None
     """Largest epsilon of a site over the run."""
@@ -137,7 +138,7 @@ def participation(plan: Plan) -> Participation | None:
     return Participation(plan.run.rounds, correlated.separation, correlated.participations)
 
 
-def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
+def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Release, ...], SiteMechanism | None]:
     """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
     if privacy.unit in ("record", "owner"):

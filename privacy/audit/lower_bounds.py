@@ -23,69 +23,26 @@ is assumed to be the one that ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-from cloister.protocol.errors import CloisterError
 
 ALARM = 1 - 5e-5
 """Confidence of the bound that refutes a claim: guesses do so for honest code with a probability of 5e-5 at most."""
 _BISECTIONS = 60
 
 
-def guess(scores: npt.ArrayLike, k_plus: int, k_minus: int) -> npt.NDArray[np.int8]:
-    """Guess the canaries with the most extreme scores: the highest were in the data, the lowest were not.
+def right(scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int) -> int:
+    """How many guesses are right, of guesses that the canaries with the highest scores were in the data.
 
     Args:
         scores: Shape (m,), finite: higher for a canary that looks more like training data.
-        k_plus: Number of canaries to guess as in.
-        k_minus: Number of canaries to guess as out.
-
-    Returns:
-        Shape (m,): 1 for in, -1 for out, 0 for no guess. Equal scores are taken in their order.
-
-    Raises:
-        CloisterError: the scores are not one finite vector, or there are more guesses than canaries.
+        included: Shape (m,): the coins.
+        guesses: How many canaries to guess as in; equal scores are taken in their order.
     """
-    scores_m = np.asarray(scores, dtype=np.float64)
-    if scores_m.ndim != 1 or not np.isfinite(scores_m).all():
-        raise CloisterError(
-            "scores", f"an array {list(scores_m.shape)}", expected="one vector of finite numbers"
-        )
-    if k_plus < 0 or k_minus < 0 or k_plus + k_minus > scores_m.size:
-        raise CloisterError(
-            "k_plus and k_minus",
-            [k_plus, k_minus],
-            expected=f"0 or more each, and no more than the {scores_m.size} canaries together",
-        )
-    order = np.argsort(scores_m, kind="stable")
-    guesses_m = np.zeros(scores_m.size, np.int8)
-    guesses_m[order[:k_minus]] = -1
-    guesses_m[order[scores_m.size - k_plus :]] = 1
-    return guesses_m
-
-
-def count(guesses: npt.ArrayLike, included: Sequence[bool] | npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Count (correct, guesses): how many guesses were right, and how many there were.
-
-    Args:
-        guesses: Shape (m,), of 1, -1 and 0, as `guess` gives them.
-        included: Shape (m,), bool: the coins.
-
-    Raises:
-        CloisterError: the number of coins is not the number of canaries.
-    """
-    guesses_m, included_m = np.asarray(guesses), np.asarray(included, dtype=np.bool_)
-    if guesses_m.shape != included_m.shape:
-        raise CloisterError(
-            "included",
-            list(included_m.shape),
-            expected=f"one coin for each guess, an array {list(guesses_m.shape)}",
-        )
-    right_m = guesses_m == np.where(included_m, 1, -1)
-    return int(right_m.sum()), int(np.count_nonzero(guesses_m))
+    assert np.isfinite(scores).all(), "a score that is no number has no place in the order"
+    order = np.argsort(scores, kind="stable")
+    return int(included[order[scores.size - guesses :]].sum())
 
 
 def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) -> float:
@@ -134,13 +91,9 @@ def lower_bound(correct: int, guesses: int, m: int, delta: float, confidence: fl
 
     Returns:
         Epsilon; 0 where nothing is refuted.
-
-    Raises:
-        CloisterError: not 0 <= v <= r <= m, or delta or confidence is out of range.
     """
-    _check_counts(correct, guesses, m)
-    _check_delta(delta)
-    level = 1 - _checked_confidence(confidence)
+    assert 0 <= correct <= guesses <= m, "a guess is of one canary"
+    level = 1 - confidence
     if p_value(correct, guesses, m, 0.0, delta) >= level:
         return 0.0
     low, high = 0.0, 1.0
@@ -182,14 +135,10 @@ def distinguish(
 
     Returns:
         Epsilon; 0 where nothing is refuted.
-
-    Raises:
-        CloisterError: more errors than runs, or delta or confidence is out of range.
     """
-    _check_delta(delta)
-    level = (1 - _checked_confidence(confidence)) / 2
-    fpr = _upper_limit("false_positives", false_positives, negatives, level)
-    fnr = _upper_limit("false_negatives", false_negatives, positives, level)
+    level = (1 - confidence) / 2
+    fpr = _upper_limit(false_positives, negatives, level)
+    fnr = _upper_limit(false_negatives, positives, level)
     bounds = (
         math.log((1 - delta - one) / other) if 1 - delta > one else 0.0
         for one, other in ((fpr, fnr), (fnr, fpr))
@@ -197,32 +146,8 @@ def distinguish(
     return max(0.0, *bounds)
 
 
-def _upper_limit(field: str, errors: int, runs: int, level: float) -> float:
+def _upper_limit(errors: int, runs: int, level: float) -> float:
     """The rate at which this few errors, or fewer, have the probability `level` (Clopper and Pearson 1934)."""
     from scipy.stats import beta
 
-    if not 0 <= errors <= runs or runs < 1:
-        raise CloisterError(
-            field, errors, expected=f"0 to {runs}, the number of runs, which must be at least 1"
-        )
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))
-
-
-def _check_counts(correct: int, guesses: int, m: int) -> None:
-    if not 0 <= correct <= guesses <= m:
-        raise CloisterError(
-            "correct, guesses and canaries",
-            [correct, guesses, m],
-            expected="correct <= guesses <= canaries, each at least 0",
-        )
-
-
-def _check_delta(delta: float) -> None:
-    if not 0 <= delta < 1:
-        raise CloisterError("delta", delta, expected="from 0 to below 1")
-
-
-def _checked_confidence(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise CloisterError("confidence", confidence, expected="between 0 and 1")
-    return confidence

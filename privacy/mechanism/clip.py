@@ -142,29 +142,22 @@ def clip(
     return into, norm
 
 
-def rounded_l2(bound: float, d: int, beta: float = BETA) -> float:
+def rounded_l2(bound: float, d: int) -> float:
     """The L2 norm that conditional rounding to integers allows a vector of the norm `bound` and length d.
 
-    min(c + sqrt(d), sqrt(c^2 + d/4 + sqrt(2 log(1/beta)) (c + sqrt(d)/2))) with c = `bound`: Kairouz et al. 2021,
-    Algorithm 1. Unconditional stochastic rounding stays below it with probability at least 1 - beta.
+    min(c + sqrt(d), sqrt(c^2 + d/4 + sqrt(2 log(1/beta)) (c + sqrt(d)/2))) with c = `bound` and beta = `BETA`: Kairouz
+    et al. 2021, Algorithm 1. Unconditional stochastic rounding stays below it with probability at least 1 - beta.
 
     Args:
         bound: L2 norm before the rounding, in integer steps (scale times the clipping norm).
         d: Coordinates.
-        beta: From 0, which gives c + sqrt(d), to below 1.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: the norm is not positive and finite.
     """
     check_positive("bound", bound)
-    _check_count(d)
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta is {beta}: expected 0 or more and below 1")
-    always = bound + math.sqrt(d)
-    if beta == 0:
-        return always
-    spread = math.sqrt(2 * math.log(1 / beta)) * (bound + math.sqrt(d) / 2)
-    return min(always, math.sqrt(bound * bound + d / 4 + spread))
+    spread = math.sqrt(2 * math.log(1 / BETA)) * (bound + math.sqrt(d) / 2)
+    return min(bound + math.sqrt(d), math.sqrt(bound * bound + d / 4 + spread))
 
 
 def rounded_l1(l2: float, d: int) -> float:
@@ -173,7 +166,6 @@ def rounded_l1(l2: float, d: int) -> float:
     The first is Cauchy and Schwarz's inequality; the second holds because |i| <= i^2 for an integer.
     """
     check_positive("l2", l2)
-    _check_count(d)
     return min(math.sqrt(d) * l2, l2 * l2)
 
 
@@ -259,8 +251,3 @@ def _check_vector(name: str, vector: npt.NDArray[Any]) -> None:
     if vector.dtype != np.float32 or vector.ndim != 1:
         shown = f"{vector.dtype}{list(vector.shape)}"
         raise ValueError(f"{name} is {shown}: expected one dimension of float32")
-
-
-def _check_count(d: int) -> None:
-    if d < 1:
-        raise ValueError(f"d is {d}: expected 1 or more")

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import lru_cache
-from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import ConfigDict, Field, SkipValidation, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from cloister.protocol.errors import AccountingError
+from cloister.protocol.plan.settings import in_words
 
 Unit = Literal["record", "owner", "site"]
 
@@ -32,8 +35,36 @@ def relation(unit: Unit) -> str:
     return {"record": ADD_OR_REMOVE, "owner": ADD_OR_REMOVE_OWNER, "site": ZERO_OUT}[unit]
 
 
-@dataclass(frozen=True)
-class SampledGaussian:
+_STRICT = ConfigDict(strict=True, extra="forbid")
+Positive = Annotated[float, Field(ge=1e-100, le=1e100)]
+"""Its square is a float64 too."""
+Noise = Annotated[float, Field(ge=1e-3, le=1e9)]
+Count = Annotated[int, Field(ge=1, lt=2**53)]
+Triple = Annotated[tuple[Positive, Positive, Positive], Field(strict=False)]
+
+
+class _Checked:
+    """An event. It is checked when it is made.
+
+    Raises:
+        AccountingError: a field is missing, unknown, of another type, or out of range.
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, values: Any, handler: Callable[[Any], Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = (*first["loc"], "event")[0]
+            name = at if isinstance(at, str) else tuple(vars(cls)["__dataclass_fields__"])[at]
+            shown = () if first["type"] == "missing" else (first["input"],)
+            raise AccountingError(name, *shown, expected=in_words(first["msg"])) from None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SampledGaussian(_Checked):
     """Steps of DP-SGD (Abadi et al. 2016): f(sample) + N(0, (z C)^2 I), where f sums terms of L2 norm at most C.
 
     Each unit is in the sample with probability q, independently (Poisson), so a batch may be empty and is still a
@@ -42,46 +73,32 @@ class SampledGaussian:
     mechanism.
     """
 
-    noise_multiplier: float
+    noise_multiplier: Noise
     """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
-    sampling_rate: float
+    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
     """q: from 1e-9 to 1."""
-    steps: int
+    steps: Count
     """Steps, 1 or more."""
     unit: Literal["record", "owner"] = "record"
     """What is drawn and clipped: a record (or a window of one), or an owner with all its records."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
-        rate = positive("sampling_rate", self.sampling_rate)
-        if not 1e-9 <= rate <= 1:
-            raise AccountingError("sampling_rate", rate, expected="a probability from 1e-9 to 1")
-        object.__setattr__(self, "sampling_rate", rate)
-        object.__setattr__(self, "steps", _count("steps", self.steps))
-        if self.unit not in ("record", "owner"):
-            raise AccountingError("unit", self.unit, expected="record or owner")
 
-
-@dataclass(frozen=True)
-class Gaussian:
+@dataclass(frozen=True, config=_STRICT)
+class Gaussian(_Checked):
     """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
 
     Neighbours (`ZERO_OUT`): one site's terms or zeros, which changes f by at most C. k of them, also of different z,
     are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
     """
 
-    noise_multiplier: float
+    noise_multiplier: Noise
     """z: standard deviation of the noise on the sum, in units of the clipping norm C."""
-    count: int
+    count: Count
     """Releases, 1 or more."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
-        object.__setattr__(self, "count", _count("count", self.count))
 
-
-@dataclass(frozen=True)
-class CorrelatedGaussian:
+@dataclass(frozen=True, config=_STRICT)
+class CorrelatedGaussian(_Checked):
     """All rounds of a run, with noise that is correlated over them: C^-1 (C G + N(0, (z sens(C) C_0)^2 I)).
 
     Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours (`ZERO_OUT`): one
@@ -90,23 +107,18 @@ class CorrelatedGaussian:
     whatever C is (`cloister.privacy.mechanism.correlated`).
     """
 
-    noise_multiplier: float
+    noise_multiplier: Noise
     """z."""
-    rounds: int
+    rounds: Count
     """Rounds of the run."""
-    separation: int
+    separation: Count
     """Least distance of two rounds with one site, 1 or more."""
-    participations: int
+    participations: Count
     """Most rounds with one site, 1 or more."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise(self.noise_multiplier))
-        for field in ("rounds", "separation", "participations"):
-            object.__setattr__(self, field, _count(field, getattr(self, field)))
 
-
-@dataclass(frozen=True)
-class Skellam:
+@dataclass(frozen=True, config=_STRICT)
+class Skellam(_Checked):
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
     Neighbours (`ZERO_OUT`): one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
@@ -119,31 +131,23 @@ class Skellam:
     of all honest sites whose vectors are surely in the sum; what others add costs nothing.
     """
 
-    variance: float
+    variance: Positive
     """mu: variance of the honest sites' noise together, on each coordinate, in integer steps squared."""
-    l2: float
+    l2: Positive
     """Largest L2 norm of a site's integer vector."""
-    l1: float
+    l1: Positive
     """Largest L1 norm of a site's integer vector."""
-    count: int
+    count: Count
     """Releases, 1 or more."""
-    extra: tuple[tuple[float, float, float], ...] = ()
+    extra: Annotated[tuple[Triple, ...], Field(strict=False)] = ()
     """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
 
-    def __post_init__(self) -> None:
-        for field in ("variance", "l2", "l1"):
-            object.__setattr__(self, field, positive(field, getattr(self, field)))
-        object.__setattr__(self, "count", _count("count", self.count))
-        try:
-            extra = tuple((variance, l2, l1) for variance, l2, l1 in self.extra)
-        except (TypeError, ValueError):
-            raise AccountingError("extra", self.extra, expected="triples of variance, l2 and l1") from None
-        checked = (tuple(positive("extra", number) for number in triple) for triple in extra)
-        object.__setattr__(self, "extra", tuple(checked))
+
+Release: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 
-@dataclass(frozen=True)
-class Selection:
+@dataclass(frozen=True, config=_STRICT)
+class Selection(_Checked):
     """The best of K independent runs of one mechanism, where K is drawn before the first one and stays secret.
 
     With a mean above 1, K is truncated negative binomial (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
@@ -155,46 +159,32 @@ class Selection:
 
     law: Literal["negative-binomial", "poisson"]
     """Law of K."""
-    mean: float
+    mean: Annotated[float, Field(gt=1, le=1000)]
     """Its mean, above 1."""
-    run: tuple[Event, ...]
+    run: Annotated[tuple[SkipValidation[Release], ...], Field(min_length=1)]
     """What a round of one run releases."""
-    rounds: int
+    rounds: Count
     """Rounds of one run, 1 or more."""
-    shape: float | None = None
+    shape: Annotated[float, Field(ge=0, le=100)] | None = None
     """eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one; None for Poisson."""
 
-    def __post_init__(self) -> None:
-        if self.law not in ("negative-binomial", "poisson"):
-            raise AccountingError("law", self.law, expected="negative-binomial or poisson")
-        mean = positive("mean", self.mean)
-        if not 1 < mean <= 1000:
-            raise AccountingError("mean", mean, expected="a number above 1, and at most 1000")
-        object.__setattr__(self, "mean", mean)
-        if (self.shape is None) != (self.law == "poisson"):
-            raise AccountingError("shape", self.shape, expected="a value exactly with law negative-binomial")
-        if self.shape is not None:
-            shape = 0.0 if self.shape == 0 and self.shape is not False else positive("shape", self.shape)
-            if shape and not 0.01 <= shape <= 100:
-                raise AccountingError("shape", shape, expected="0, or a number from 0.01 to 100")
-            object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "rounds", _count("rounds", self.rounds))
-        run = tuple(self.run)
-        if not run or any(isinstance(event, Selection) for event in run):
-            raise AccountingError("run", run, expected="one event or more, and no selection among them")
-        object.__setattr__(self, "run", run)
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if (self.shape is None) != (self.law == "poisson") or 0 < (self.shape or 0) < 0.01:
+            expected = "0, or from 0.01 to 100, exactly with law negative-binomial"
+            raise AccountingError("shape", self.shape, expected=expected)
+        if any(isinstance(event, Selection) for event in self.run):
+            raise AccountingError("run", self.run, expected="no selection among the events of a run")
+        return self
 
 
-Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam | Selection
+Event: TypeAlias = Release | Selection
 
 
-def plain(events: Iterable[Event]) -> Iterator[SampledGaussian | Gaussian | CorrelatedGaussian | Skellam]:
+def plain(events: Iterable[Event]) -> Iterator[Release]:
     """Events, with those of a round of one run in place of a selection."""
     for event in events:
-        if isinstance(event, Selection):
-            yield from plain(event.run)
-        else:
-            yield event
+        yield from event.run if isinstance(event, Selection) else (event,)
 
 
 _MECHANISMS: dict[str, type[Any]] = {
@@ -254,20 +244,8 @@ def _event(item: object) -> Event:
         raise AccountingError("event", item, expected=f"a mechanism of {', '.join(_MECHANISMS)}")
     if kind is Selection and isinstance(fields.get("run"), list):
         fields["run"] = tuple(_event(one) for one in fields["run"])
-    try:
-        event: Event = kind(**fields)
-    except TypeError:
-        raise AccountingError(
-            "event", item, expected=f"the fields {', '.join(kind.__dataclass_fields__)}"
-        ) from None
+    event: Event = kind(**fields)
     return event
-
-
-def _noise(value: object) -> float:
-    number = positive("noise_multiplier", value)
-    if not 1e-3 <= number <= 1e9:
-        raise AccountingError("noise_multiplier", value, expected="a number from 0.001 to 1e9")
-    return number
 
 
 def positive(field: str, value: object) -> float:
@@ -282,14 +260,4 @@ def positive(field: str, value: object) -> float:
         number = math.nan
     if not 1e-100 <= number <= 1e100:  # their squares are float64 too
         raise AccountingError(field, value, expected="a number above 0, and finite")
-    return number
-
-
-def _count(field: str, value: object) -> int:
-    try:
-        number = index(value) if not isinstance(value, bool) else 0  # type: ignore[arg-type]  # refused below
-    except TypeError:
-        number = 0
-    if not 1 <= number < 2**53:
-        raise AccountingError(field, value, expected="a whole number, 1 or more")
     return number

@@ -26,11 +26,10 @@ needs 1e9.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -40,7 +39,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from randomgen import AESCounter
 
 from cloister.protocol.encoding import pack
-from cloister.protocol.messages.blocks import BLOCK, cut
+from cloister.protocol.messages.blocks import BLOCK, cut, in_threads
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Samples: TypeAlias = npt.NDArray[Any]
@@ -56,6 +55,7 @@ _BETWEEN_BLOCKS = 2**65  # 64-bit draws: 2^64 values of the counter for each blo
 _LONGEST = 2**62  # elements; the counter has room for 2^63 blocks
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class NoiseStream:
     """Sequences of noise that are functions of a key: the same key, law and offset give the same noise.
 
@@ -63,19 +63,16 @@ class NoiseStream:
     be reused: the difference of two releases with the same noise is free of noise. Every release takes a child of its
     own, named for its purpose (`stream.child("round-3/step-2")`). Drawing does not change a stream, so threads may
     share it.
-
-    Args:
-        key: 32 bytes, uniformly random and secret; `repr` does not show them.
-        declared: Whether others know the key or can find it; see `from_declared_seed`.
     """
 
-    __slots__ = ("_declared", "_key")
+    key: bytes = field(repr=False)
+    """32 bytes, uniformly random and secret, for a file that only its owner can read."""
+    declared: bool = field(default=False, kw_only=True)
+    """Whether the noise comes from a declared seed (`from_declared_seed`), so that no privacy guarantee holds."""
 
-    def __init__(self, key: bytes, *, declared: bool = False) -> None:
-        if len(key) != KEY:
-            raise ValueError(f"key has {len(key)} bytes: expected {KEY}")
-        self._key = bytes(key)
-        self._declared = declared
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY:
+            raise ValueError(f"key has {len(self.key)} bytes: expected {KEY}")
 
     @classmethod
     def fresh(cls, random: Callable[[int], bytes] = os.urandom) -> Self:
@@ -94,22 +91,9 @@ class NoiseStream:
         """
         return cls(_derive(bytes(KEY), KEY, "declared seed", seed), declared=True)
 
-    @property
-    def key(self) -> bytes:
-        """The key, for a file that only its owner can read."""
-        return self._key
-
-    @property
-    def declared(self) -> bool:
-        """Whether the noise comes from a declared seed, so that no privacy guarantee holds."""
-        return self._declared
-
-    def __repr__(self) -> str:
-        return f"NoiseStream(declared={self._declared})"
-
     def child(self, purpose: str) -> Self:
         """The stream for one purpose: independent of this one and of every other child, and declared if this is."""
-        return type(self)(_derive(self._key, KEY, "child", purpose), declared=self._declared)
+        return type(self)(_derive(self.key, KEY, "child", purpose), declared=self.declared)
 
     def generator(self) -> np.random.Generator:
         """A NumPy generator over this stream's keystream, at its beginning: for choices that are not noise.
@@ -178,12 +162,12 @@ class NoiseStream:
         check_positive("sigma", sigma)
         _check_vector(vector, offset)
 
-        def add(part: Samples, start: int) -> None:
-            for block, samples in self._normals(part, start):
+        def add(part: Samples, begin: int) -> None:
+            for block, samples in self._normals(part, offset + begin):
                 np.multiply(samples, sigma, out=samples)
                 np.add(block, samples, out=block, dtype=np.float64, casting="same_kind")
 
-        _in_parts(add, vector, offset, threads)
+        in_threads(add, vector, [begin for begin, *_ in cut(offset, vector.size)], threads)
 
     def skellam(self, size: int, variance: float, offset: int = 0) -> npt.NDArray[np.int64]:
         """Skellam samples with mean 0, the difference of two independent Poisson(variance / 2): elements
@@ -231,41 +215,25 @@ class NoiseStream:
             yield vector[begin:end], samples
 
     def _keystream(self, law: str) -> Any:
-        return AESCounter(key=np.frombuffer(_derive(self._key, 16, "law", law), "<u8"))
+        return AESCounter(key=np.frombuffer(_derive(self.key, 16, "law", law), "<u8"))
 
 
 class _Blocks:
     """A generator that seeks to the start of any block."""
 
     def __init__(self, keystream: Any) -> None:
-        self._keystream = keystream
+        self.keystream = keystream
         self._beginning = keystream.state
         self._generator = np.random.Generator(keystream)
 
     def at(self, number: int) -> np.random.Generator:
-        self._keystream.state = self._beginning  # a tenth of the cost of a new AESCounter
-        self._keystream.advance(number * _BETWEEN_BLOCKS)
+        self.keystream.state = self._beginning  # a tenth of the cost of a new AESCounter
+        self.keystream.advance(number * _BETWEEN_BLOCKS)
         return self._generator
 
 
 def _derive(key: bytes, length: int, *what: str | int) -> bytes:
     return HKDF(SHA256(), length, None, pack(PROTOCOL, *what)).derive(key)
-
-
-def _in_parts(work: Callable[[Samples, int], None], vector: Samples, offset: int, threads: int) -> None:
-    """Call `work` on parts of `vector` that meet at block boundaries, with the offset of each part."""
-    edges = [begin for begin, _, _, _ in cut(offset, vector.size)]
-    count = max(1, min(threads, len(edges)))
-    if count == 1:
-        work(vector, offset)
-        return
-    bounds = [edges[part * len(edges) // count] for part in range(count)] + [vector.size]
-    with ThreadPoolExecutor(count, thread_name_prefix="noise") as pool:
-        running = [
-            pool.submit(work, vector[begin:end], offset + begin) for begin, end in itertools.pairwise(bounds)
-        ]
-        for part in running:
-            part.result()
 
 
 def check_positive(name: str, value: float) -> None:

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ConfigDict, Field
 
 from cloister.privacy.report.figures import at_least, at_most, rounded, scientific
 from cloister.protocol.errors import CloisterError
@@ -453,24 +452,5 @@ def _factor(value: float) -> str:
 
 
 def to_json(report: RunReport) -> str:
-    """The report as JSON, one value for each field; `from_json` gives the same report back."""
+    """The report as JSON, one value for each field."""
     return json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def from_json(text: str | bytes) -> RunReport:
-    """Read `to_json`'s text.
-
-    Raises:
-        CloisterError: the text is not a report's JSON, a field is unknown, missing or wrong, or the report contradicts
-            itself.
-    """
-    try:
-        return TypeAdapter(RunReport).validate_json(text)
-    except ValidationError as error:
-        first: ErrorDetails = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "text"
-        raise CloisterError(
-            f"report.json: {where}",
-            expected=f"a report of this version ({first['msg'][:1].lower()}{first['msg'][1:]})",
-            fix="write it again with: cloister report RUN",
-        ) from None

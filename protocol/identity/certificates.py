@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
     EllipticCurvePrivateKey,
+    EllipticCurvePublicKey,
     generate_private_key,
 )
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -75,16 +76,12 @@ def new_authority(
         now: The present time, with a zone; the certificate is valid from a day before.
         days: Days from now for which it is valid.
     """
-    name = _name(f"{federation} authority")
-    public = key.public_key()
-    return (
-        _builder(name, name, now, now + datetime.timedelta(days=days))
-        .public_key(public)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .sign(key, SHA256())
-    )
+    name, public = _name(f"{federation} authority"), key.public_key()
+    builder = _builder(name, name, public, now, now + datetime.timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    return builder.sign(key, SHA256())
 
 
 def issue(
@@ -112,17 +109,10 @@ def issue(
     end = min(now + datetime.timedelta(days=days), authority.not_valid_after_utc)
     public = key.public_key()
     by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    return (
-        _builder(_name(names[0]), authority.subject, now, end)
-        .public_key(public)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(by, critical=False)
-        .sign(authority_key, SHA256())
-    )
+    builder = _of_server(_builder(_name(names[0]), authority.subject, public, now, end), names)
+    builder = builder.add_extension(_usage(digital_signature=True), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    return builder.add_extension(by, critical=False).sign(authority_key, SHA256())
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:
@@ -199,11 +189,23 @@ def check_valid(certificate: x509.Certificate, now: datetime.datetime, what: str
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, now: datetime.datetime, end: datetime.datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: EllipticCurvePublicKey,
+    now: datetime.datetime,
+    end: datetime.datetime,
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
     builder = builder.serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - _SKEW).not_valid_after(end)
+
+
+def _of_server(builder: x509.CertificateBuilder, names: Sequence[str]) -> x509.CertificateBuilder:
+    """The certificate of a server with these names, and of no authority."""
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    general = x509.SubjectAlternativeName([_general(name) for name in names])
+    return builder.add_extension(general, critical=False)
 
 
 def _name(common: str) -> x509.Name:

@@ -9,7 +9,8 @@ blocks relative to a part, which would make floating-point sums depend on the nu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,3 +84,26 @@ def cut(offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
 def all_finite(vector: npt.NDArray[Any]) -> bool:
     """Whether every element of a vector (d,) is a finite number; takes the memory of a block."""
     return all(bool(np.isfinite(vector[begin:end]).all()) for begin, end, _, _ in cut(0, vector.size))
+
+
+def in_threads(
+    work: Callable[[npt.NDArray[Any], int], None],
+    vector: npt.NDArray[Any],
+    edges: Sequence[int],
+    threads: int,
+) -> None:
+    """Call `work(part, begin)` on the parts of a vector at the same time.
+
+    Args:
+        work: What to do with a part; `begin` is where the part begins in the vector.
+        vector: Shape (d,).
+        edges: Where parts may begin, increasing from 0.
+        threads: The most parts, 1 or more.
+    """
+    count = max(1, min(threads, len(edges)))
+    bounds = [edges[part * len(edges) // count] if part else 0 for part in range(count)] + [vector.size]
+    if count == 1:
+        work(vector, 0)
+        return
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda begin, end: work(vector[begin:end], begin), bounds, bounds[1:]))

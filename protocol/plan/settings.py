@@ -243,10 +243,7 @@ class Settings(Generic[S]):
                 location
             ):
                 return field, (value,), words, ""
-        # "Input should be a valid integer", "String should have at most 64 characters"
-        message = re.sub(r"^\w+ should (be|have) ", "", error["msg"])
-        message = re.sub(r"^a valid (?=(\w))", lambda match: "an " if match[1] in "aeiou" else "a ", message)
-        return field or self.name, (value,), message[0].lower() + message[1:], ""
+        return field or self.name, (value,), in_words(error["msg"]), ""
 
     def _known(self, location: tuple[int | str, ...]) -> tuple[str, str]:
         """The keys that are known where an unknown one is, and the known key that was probably meant."""
@@ -271,6 +268,13 @@ class Settings(Generic[S]):
         return (
             next((each.expected for each in field.metadata if isinstance(each, InWords)), "") if field else ""
         )
+
+
+def in_words(message: str) -> str:
+    """What pydantic expects, of "Input should be a valid integer" or "String should have at most 64 characters"."""
+    message = re.sub(r"^\w+ should (be|have) ", "", message)
+    message = re.sub(r"^a valid (?=(\w))", lambda match: "an " if match[1] in "aeiou" else "a ", message)
+    return message[0].lower() + message[1:]
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

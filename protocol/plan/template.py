@@ -1,9 +1,6 @@
-"""Every field of a plan with its meaning: a plan as TOML to edit, and the page `docs/plan.md`.
+"""A plan, or other settings, as TOML to edit: each field with its meaning, read from the docstrings of the sections.
 
-Both are written from the sections of `protocol/plan/plan.py`: their docstrings, types and defaults. Nothing is said
-twice.
-
-`python -m cloister.protocol.plan.template` prints the page.
+`docs/plan.md` has the same sentences (`make docs`), so nothing is said twice.
 """
 
 from __future__ import annotations
@@ -17,29 +14,9 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cloister.protocol.plan.pairs import to_table
-from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.settings import InWords, Only
+from cloister.protocol.plan.settings import Only
 
 _WIDTH = 110
-_HEAD = """# The fields of a plan
-
-A plan is one TOML file with the sections below. `cloister plan new` prints one with every field and its meaning;
-`cloister plan check` prints how a plan will run. Unknown fields, wrong types and combinations that contradict each
-other are refused, with the fix. A section or field that is left out has its default; "not set" is a field without a
-value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect, or
-that name a charge or a mask, are refused instead, and the error says what to change. They are those of `[privacy]`,
-`data.owner`, `aggregation.cipher`, the ledger over runs and the bound of the gate, and values that no unit allows.
-
-This page is made from `protocol/plan/plan.py` by `make docs`.
-"""
-_KINDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
-_LIMITS = {
-    "minimum": "at least",
-    "maximum": "at most",
-    "exclusiveMinimum": "more than",
-    "exclusiveMaximum": "less than",
-}
 
 
 def to_toml(settings: BaseModel, *, comments: bool) -> str:
@@ -52,39 +29,12 @@ def to_toml(settings: BaseModel, *, comments: bool) -> str:
     return "\n".join(_section(settings, (), "", comments)).strip() + "\n"
 
 
-def to_page() -> str:
-    """The page of all fields, as Markdown."""
-    parts = [_HEAD]
-    for path, section, holder in _sections(Plan, ()):
-        parts.append(f"## `[{'.'.join(path)}]`\n\n{_filled(_meaning(section, holder))}\n")
-        schema = section.model_json_schema()
-        for name, field in section.model_fields.items():
-            if _inner(field) is None:
-                said = f"**`{name}`** ({_kind(schema, name, field)}): {_told(field)}"
-                parts.append(_filled(said, first="- ", rest="  "))
-        if parts[-1].startswith("- "):
-            parts[-1] += "\n"
-    parts.append(f"\n## Features that go together\n\n{to_table()}")
-    return "\n".join(parts).rstrip() + "\n"
-
-
-def _inner(field: FieldInfo) -> type[BaseModel] | None:
+def inner_of(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field holds, or holds several of; None: it holds a value."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-def _sections(
-    section: type[BaseModel], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], type[BaseModel], FieldInfo]]:
-    """The sections below a section, with their paths and the fields that hold them."""
-    for name, field in section.model_fields.items():
-        inner = _inner(field)
-        if inner is not None:
-            yield (*path, name), inner, field
-            yield from _sections(inner, (*path, name))
 
 
 def _section(section: BaseModel, path: tuple[str, ...], header: str, comments: bool) -> Iterator[str]:
@@ -95,27 +45,27 @@ def _section(section: BaseModel, path: tuple[str, ...], header: str, comments: b
     below = []
     for name, field in fields.items():
         value = getattr(section, name)
-        if _inner(field) is not None or isinstance(value, Mapping):
+        if inner_of(field) is not None or isinstance(value, Mapping):
             below.append(name)
             continue
         if comments:
-            yield _comment(_told(field))
+            yield _comment(told(field))
         if value is not None:
-            yield f"{name} = {_value(value)}"
+            yield f"{name} = {toml_value(value)}"
         elif comments:
             yield f"# {name} ="
     for name in below:
-        field, value, inner = fields[name], getattr(section, name), _inner(fields[name])
+        field, value, inner = fields[name], getattr(section, name), inner_of(fields[name])
         table = (*path, name)
         several = isinstance(value, tuple)
         if comments:
             yield ""
-            yield _comment(_told(field) if inner is None else _meaning(inner, field))
+            yield _comment(told(field) if inner is None else meaning(inner, field))
         if inner is not None and not value:
             yield from _unset(inner, table, several) if comments else ()
         elif isinstance(value, Mapping):
             yield f"[{'.'.join(table)}]"
-            yield from (f"{json.dumps(key)} = {_value(each)}" for key, each in value.items())
+            yield from (f"{json.dumps(key)} = {toml_value(each)}" for key, each in value.items())
         elif several:
             for each in value:
                 yield from _section(each, table, f"[[{'.'.join(table)}]]", comments)
@@ -127,24 +77,24 @@ def _unset(section: type[BaseModel], path: tuple[str, ...], several: bool) -> It
     """A section without a value, as comments."""
     yield f"# [[{'.'.join(path)}]]" if several else f"# [{'.'.join(path)}]"
     for name, field in section.model_fields.items():
-        inner = _inner(field)
+        inner = inner_of(field)
         if inner is None:
-            yield _filled(f"{name}: {_told(field)}", "#   ", "#     ")
+            yield filled(f"{name}: {told(field)}", "#   ", "#     ")
         else:
             yield from _unset(inner, (*path, name), several=False)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A value as TOML, which has JSON's strings, numbers and lists; but JSON allows the character DEL in a string."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _meaning(section: type[BaseModel], field: FieldInfo) -> str:
+def meaning(section: type[BaseModel], field: FieldInfo) -> str:
     """What a section is: its docstring, and where it may be absent the sentence of the field that holds it."""
-    return _said(section.__doc__) + ("" if field.get_default() else f" {_told(field)}")
+    return _said(section.__doc__) + ("" if field.get_default() else f" {told(field)}")
 
 
-def _told(field: FieldInfo) -> str:
+def told(field: FieldInfo) -> str:
     """What a field means, and with which values of other fields it is valid."""
     tags = [each for each in field.metadata if isinstance(each, Only)]
     whole = " and ".join(f"`{each.words}`" for each in tags if not each.when)
@@ -162,7 +112,8 @@ def _said(text: str | None) -> str:
     return re.sub(r"(?<=\. )None:", "Not set:", said).replace("None:", "not set:")
 
 
-def _filled(text: str, first: str = "", rest: str = "") -> str:
+def filled(text: str, first: str = "", rest: str = "") -> str:
+    """A text in lines of the width of a page; `first` and `rest` go before its first line and the others."""
     return textwrap.fill(
         text,
         _WIDTH,
@@ -174,30 +125,4 @@ def _filled(text: str, first: str = "", rest: str = "") -> str:
 
 
 def _comment(text: str | None) -> str:
-    return _filled(_said(text), "# ", "# ")
-
-
-def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
-    """The type, limits and default of a field, in words."""
-    known = schema["properties"][name]
-    known |= next((each for each in known.get("anyOf", ()) if each.get("type") != "null"), {})
-    if "enum" in known:
-        kind = " or ".join(f"`{json.dumps(each)}`" for each in known["enum"])
-    elif known.get("type") == "array":
-        kind = "list"
-    elif known.get("type") == "object":
-        kind = "table"
-    else:
-        words = (each.expected for each in field.metadata if isinstance(each, InWords))
-        kind = next(words, _KINDS[known["type"]])
-    limits = [f"{word} {known[limit]:,}" for limit, word in _LIMITS.items() if limit in known]
-    if field.is_required():
-        default = "required"
-    else:
-        value = field.get_default(call_default_factory=True)
-        default = "not set" if value is None else f"default `{_value(value)}`"
-    return "; ".join([", ".join([kind, *limits]), default])
-
-
-if __name__ == "__main__":
-    print(to_page(), end="")
+    return filled(_said(text), "# ", "# ")

@@ -47,7 +47,7 @@ from cloister.lm.model.schedule import Schedule
 from cloister.privacy.accounting.accountant import composed, epsilon_of
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, Draws, change, counted, enough_noise, problem
-from cloister.privacy.audit.lower_bounds import ALARM, count, guess, lower_bound
+from cloister.privacy.audit.lower_bounds import ALARM, lower_bound, right
 from cloister.privacy.ledger.ledger import Ledger
 from cloister.privacy.mechanism.events import SampledGaussian, from_json
 from cloister.privacy.report.report import AuditRow
@@ -152,15 +152,13 @@ class RecordGame:
         claimed = epsilon_of(charged, terms.delta, terms.accountant)
         both = [*charged, *self._charged(repeated)]
         checks = self._checks(observed, draws, both, different)
-        correct, guesses = count(guess(first.used.scores, k, 0), included)
-        bound, refuting = (
-            lower_bound(correct, guesses, m, terms.delta, level) for level in (confidence, ALARM)
-        )
+        correct = right(first.used.scores, included, k)
+        bound, refuting = (lower_bound(correct, k, m, terms.delta, level) for level in (confidence, ALARM))
         what = f"{m} gradient canaries among the {terms.unit}s of {name}"
         what += f", over {taken} steps of DP-SGD, each seen"
         return Audited(
             what,
-            AuditRow(m, guesses, correct, confidence, bound, claimed, what, refuting, problem(checks)),
+            AuditRow(m, k, correct, confidence, bound, claimed, what, refuting, problem(checks)),
             claimed,
             terms.epsilon(rounds),
             terms.delta,

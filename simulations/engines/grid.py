@@ -48,7 +48,6 @@ class LocalGrid(Carrier):
         watch: Called with a site's node id and True when it starts to work, False when it stops.
 
     Raises:
-        ValueError: `workers` is empty, or `slots` does not fit the sites.
         EngineError: the fork server cannot be started.
     """
 
@@ -63,11 +62,8 @@ class LocalGrid(Carrier):
         log: Path | None = None,
         watch: Callable[[int, bool], None] | None = None,
     ) -> None:
-        if not workers:
-            raise ValueError("workers is empty: expected the environment of at least one worker process")
-        if slots is not None and (len(slots) != len(node_configs) or min(slots, default=1) < 1):
-            raise ValueError(f"slots is {slots}: expected {len(node_configs)} numbers of at least 1")
         super().__init__()
+        assert workers, "the sites need a worker process"
         self._pool = WorkerPool(make_client_app, workers, preload=preload, log=log)
         self._watch = watch or (lambda node, working: None)
         self._slots = [min(count, len(workers)) for count in slots or [1] * len(node_configs)]

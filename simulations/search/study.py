@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     import optuna
 
 State = Literal["running", "complete", "pruned", "failed"]
+_STATES: dict[str, State] = {
+    "RUNNING": "running",
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+}
+"""By Optuna's name."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +97,16 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """All trials that have begun, in order."""
-        states: dict[optuna.trial.TrialState, State] = {
-            self._state("RUNNING"): "running",
-            self._state("COMPLETE"): "complete",
-            self._state("PRUNED"): "pruned",
-            self._state("FAIL"): "failed",
-        }
         return [
             Trial(
                 trial.number,
                 trial.params,
-                states[trial.state],
-                trial.value if trial.state != self._state("FAIL") else None,
+                _STATES[trial.state.name],
+                None if trial.state.name == "FAIL" else trial.value,
                 str(trial.user_attrs.get("reason", "")),
             )
             for trial in self._study.get_trials()
-            if trial.state in states
+            if trial.state.name in _STATES
         ]
 
     def begin(self) -> Trial | None:
@@ -141,7 +142,7 @@ class Study:
         if reason:
             trial_id = self._study.get_trials(deepcopy=False)[number]._trial_id
             self._study._storage.set_trial_user_attr(trial_id, "reason", reason)
-        ended = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[state]
+        ended = next(name for name, ours in _STATES.items() if ours == state)
         self._study.tell(number, loss if state == "complete" else None, self._state(ended))
 
     def _state(self, name: str) -> optuna.trial.TrialState:

@@ -516,12 +516,6 @@ def test_meshes_that_fit() -> None:
         mesh.check(4, configuration(tiny(kind)), "full")
 
 
-@pytest.mark.parametrize("degree", [0, -1, 1.5, True, "2"])
-def test_a_degree_is_a_number_of_ranks(degree: Any) -> None:
-    with raises(ModelError, "mesh.shard"):
-        Mesh(shard=degree)
-
-
 def test_what_auto_means() -> None:
     card = 80 * 2**30
     assert choose(1, card, 10**11) == Mesh()

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from cloister.cli.verbs import report as command
 from cloister.privacy.report import page as privacy_page
 from cloister.privacy.report.page import MOST_POINTS, Tick, plot, to_html
-from cloister.privacy.report.report import RunReport, from_json, to_json, verdict
+from cloister.privacy.report.report import RunReport, to_json, verdict
 from cloister.protocol.errors import CloisterError
-from cloister.tests.privacy.report.test_report import OBJECTIONS, SENTENCE, realistic, without_privacy
+from cloister.tests.privacy.report.test_report import OBJECTIONS, SENTENCE, read, realistic, without_privacy
 from cloister.tests.tools.raises import raises
 
 
@@ -156,7 +156,7 @@ def spoiled(text: str) -> RunReport:
         return text if isinstance(value, str) else value
 
     found = spoil(json.loads(to_json(realistic())))
-    return from_json(json.dumps(found | {"unit": "record", "versions": {text: text}}))
+    return read(json.dumps(found | {"unit": "record", "versions": {text: text}}))
 
 
 def test_no_text_becomes_a_tag() -> None:
@@ -224,7 +224,7 @@ def test_a_plot_of_many_rounds_has_few_points_with_the_first_and_the_last() -> N
 
 
 def test_the_same_report_gives_the_same_bytes() -> None:
-    assert to_html(realistic()) == to_html(from_json(to_json(realistic())))
+    assert to_html(realistic()) == to_html(read(to_json(realistic())))
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_the_command_writes_both_files_and_says_what_is_claimed(
     assert command.run(arguments) == 0
     assert gathered == [run]
     assert (where / "report.html").read_text(encoding="utf-8") == to_html(realistic())
-    assert from_json((where / "report.json").read_bytes()) == realistic()
+    assert read((where / "report.json").read_bytes()) == realistic()
     printed = capsys.readouterr().out
     assert verdict(realistic()).sentence in printed
     assert str(where / "report.html") in printed

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from cloister.privacy.report import report as privacy_report
 from cloister.privacy.report.report import (
@@ -23,7 +24,6 @@ from cloister.privacy.report.report import (
     RunReport,
     SecureSum,
     SiteRow,
-    from_json,
     meaning,
     to_json,
     verdict,
@@ -126,6 +126,11 @@ def realistic(*, site: str = SITES[0], **changes: Any) -> RunReport:
     if "epsilon" in changes:  # they begin at that of the report
         changes = {"groups": (), **changes}
     return dataclasses.replace(whole, **changes)
+
+
+def read(text: str | bytes) -> RunReport:
+    """The report in `report.json`."""
+    return TypeAdapter(RunReport).validate_json(text)
 
 
 def without_privacy(**changes: Any) -> RunReport:
@@ -270,7 +275,7 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
     with raises(CloisterError, "dataset.epsilon", says="1.6795"):
         realistic(dataset=over_runs(epsilon=1.5))
     report = realistic(dataset=over_runs())
-    assert from_json(to_json(report)) == report
+    assert read(to_json(report)) == report
 
 
 @pytest.mark.parametrize(
@@ -305,37 +310,9 @@ def test_json_gives_the_report_back() -> None:
         without_privacy(),
         realistic(audit=None, secure=None, roster_hash=None, budget=None),
     ):
-        assert from_json(to_json(report)) == report
-        assert to_json(from_json(to_json(report))) == to_json(report)
+        assert read(to_json(report)) == report
+        assert to_json(read(to_json(report))) == to_json(report)
     assert json.loads(to_json(realistic()))["ledger"]["rows"][99]["number"] == 100
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (lambda found: found.pop("delta"), "delta"),
-        (lambda found: found.update(extra=1), "extra"),
-        (lambda found: found.update(epsilon=float("nan")), "epsilon"),
-        (lambda found: found.update(epsilon="1"), "epsilon"),
-        (lambda found: found.update(epsilon=-1), "epsilon"),
-        (lambda found: found["ledger"]["rows"][3].update(hash=None), "ledger.rows.3.hash"),
-        (lambda found: found.update(format=2), "format"),
-    ],
-)
-def test_a_report_that_is_none_is_refused_by_name(change: Any, names: str) -> None:
-    found = json.loads(to_json(realistic()))
-    change(found)
-    with raises(CloisterError, f"report.json: {names}"):
-        from_json(json.dumps(found))
-
-
-def test_a_report_that_contradicts_itself_is_not_read() -> None:
-    found = json.loads(to_json(realistic()))
-    found["epsilon"] = 0.5
-    with raises(CloisterError, "epsilon", says="at least"):
-        from_json(json.dumps(found))
-    with raises(CloisterError, "report.json: text"):
-        from_json("{")
 
 
 def test_nan_is_not_written() -> None:

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from cloister.protocol.plan.pairs import FEATURES, Feature, pairs, plan_of
 from cloister.protocol.plan.settings import Because
 from cloister.protocol.plan.soundness import refusals
+from cloister.tests.pages.plan_page import FEATURES, Feature, pairs, plan_of
 
 REFUSED = 32
 """It does not grow: a new feature goes together with the others, or takes the place of another one."""

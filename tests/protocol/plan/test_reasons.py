@@ -19,7 +19,8 @@ from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.settings import Because, Only, Section
 from cloister.protocol.plan.soundness import parse
-from cloister.protocol.plan.template import to_page, to_toml
+from cloister.protocol.plan.template import to_toml
+from cloister.tests.pages.plan_page import to_page
 
 MOST = 45
 TREE = Path(soundness.__file__).parents[2]

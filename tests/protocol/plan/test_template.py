@@ -11,7 +11,8 @@ import pytest
 
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.protocol.plan.template import to_page, to_toml
+from cloister.protocol.plan.template import to_toml
+from cloister.tests.pages.plan_page import to_page
 from cloister.tests.tools.command import done
 
 PAGE = Path(__file__).parents[3] / "docs" / "plan.md"

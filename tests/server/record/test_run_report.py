@@ -26,7 +26,7 @@ from cloister.privacy.ledger.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, SampledGaussian, to_json
 from cloister.privacy.mechanism.events import from_json as events_from_json
 from cloister.privacy.report.page import to_html
-from cloister.privacy.report.report import RunReport, from_json, verdict
+from cloister.privacy.report.report import RunReport, verdict
 from cloister.privacy.report.report import to_json as report_to_json
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.messages.messages import TRAIN
@@ -41,6 +41,7 @@ from cloister.server.record.report import COMPOSED, beyond_a_trial, gather
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
+from cloister.tests.privacy.report.test_report import read
 from cloister.tests.tools.raises import raises
 
 PRIVATE = (
@@ -239,7 +240,7 @@ def test_a_report_is_the_same_each_time_and_reads_back(name: str, request: pytes
     report = gather(folder, clock=lambda: NOW)
     assert report.created == "2027-01-15T08:00:00Z"
     assert report == gather(folder, clock=lambda: NOW)
-    assert from_json(report_to_json(report)) == report
+    assert read(report_to_json(report)) == report
     assert all(path.read_bytes() == content for path, content in kept.items())
     assert (report.plan_digest, report.run) == (report_plan(report).digest(), "tiny")
 
@@ -685,7 +686,7 @@ def test_a_journal_that_lies_about_one_of_many_rounds_carries_no_claim(
 def test_the_command(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(record), "--output", str(tmp_path / "to"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    report = from_json((tmp_path / "to" / "report.json").read_bytes())
+    report = read((tmp_path / "to" / "report.json").read_bytes())
     assert facts["guarantee"] is True
     assert facts["epsilon"] == report.epsilon
     assert facts["sentence"] == verdict(report).sentence

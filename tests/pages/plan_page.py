@@ -1,19 +1,46 @@
-"""Which features of a plan go together: each two of them, put into one plan that is sound with either alone.
+"""The page `docs/plan.md`: every field of a plan with its meaning, and which features of a plan go together.
 
-`docs/plan.md` has the table. A pair is refused for a reason of `soundness.Because` and for no other. Two values of one
-field are no pair.
+`python -m cloister.tests.pages.plan_page` prints it; tests compare it with the page of the release. The fields are
+read from the sections of `protocol/plan/plan.py`. The features are put two by two into one plan that is sound with
+either alone, and the checks of the plan judge it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.settings import Because, Settings
+from cloister.protocol.plan.settings import Because, InWords, Settings
 from cloister.protocol.plan.soundness import refusals
+from cloister.protocol.plan.template import filled, inner_of, meaning, told, toml_value
+
+_HEAD = """# The fields of a plan
+
+A plan is one TOML file with the sections below. `cloister plan new` prints one with every field and its meaning;
+`cloister plan check` prints how a plan will run. Unknown fields, wrong types and combinations that contradict each
+other are refused, with the fix. A section or field that is left out has its default; "not set" is a field without a
+value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect, or
+that name a charge or a mask, are refused instead, and the error says what to change. They are those of `[privacy]`,
+`data.owner`, `aggregation.cipher`, the ledger over runs and the bound of the gate, and values that no unit allows.
+
+This page is made from `protocol/plan/plan.py` by `make docs`.
+"""
+_KINDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+_LIMITS = {
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMinimum": "more than",
+    "exclusiveMaximum": "less than",
+}
+
 
 _PRIVATE = {
     "server.evaluation": "none",
@@ -124,3 +151,56 @@ def to_table() -> str:
         ]
         lines.append(f"| {feature.name} | {', '.join(beside) or 'none'} |")
     return "\n".join(lines) + "\n"
+
+
+def to_page() -> str:
+    """The page of all fields, as Markdown."""
+    parts = [_HEAD]
+    for path, section, holder in _sections(Plan, ()):
+        parts.append(f"## `[{'.'.join(path)}]`\n\n{filled(meaning(section, holder))}\n")
+        schema = section.model_json_schema()
+        for name, field in section.model_fields.items():
+            if inner_of(field) is None:
+                said = f"**`{name}`** ({_kind(schema, name, field)}): {told(field)}"
+                parts.append(filled(said, first="- ", rest="  "))
+        if parts[-1].startswith("- "):
+            parts[-1] += "\n"
+    parts.append(f"\n## Features that go together\n\n{to_table()}")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(
+    section: type[BaseModel], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel], FieldInfo]]:
+    """The sections below a section, with their paths and the fields that hold them."""
+    for name, field in section.model_fields.items():
+        inner = inner_of(field)
+        if inner is not None:
+            yield (*path, name), inner, field
+            yield from _sections(inner, (*path, name))
+
+
+def _kind(schema: Mapping[str, Any], name: str, field: FieldInfo) -> str:
+    """The type, limits and default of a field, in words."""
+    known = schema["properties"][name]
+    known |= next((each for each in known.get("anyOf", ()) if each.get("type") != "null"), {})
+    if "enum" in known:
+        kind = " or ".join(f"`{json.dumps(each)}`" for each in known["enum"])
+    elif known.get("type") == "array":
+        kind = "list"
+    elif known.get("type") == "object":
+        kind = "table"
+    else:
+        words = (each.expected for each in field.metadata if isinstance(each, InWords))
+        kind = next(words, _KINDS[known["type"]])
+    limits = [f"{word} {known[limit]:,}" for limit, word in _LIMITS.items() if limit in known]
+    if field.is_required():
+        default = "required"
+    else:
+        value = field.get_default(call_default_factory=True)
+        default = "not set" if value is None else f"default `{toml_value(value)}`"
+    return "; ".join([", ".join([kind, *limits]), default])
+
+
+if __name__ == "__main__":
+    print(to_page(), end="")
