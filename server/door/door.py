@@ -34,7 +34,6 @@ import os
 import shutil
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -80,15 +79,16 @@ from cloister.protocol.messages.transfer import (
 )
 from cloister.server.door.behind import Behind, asked_in, received
 from cloister.server.door.event_loop import EventLoop
+from cloister.server.door.front import Front
 from cloister.server.door.rate import Rate
 from cloister.server.door.sites import Pending, Session, Site
 
 _log = logging.getLogger(__name__)
 
-_GREETINGS = 64
-"""Sessions that have not proved yet who they are; a newer one ends one of the address that has the most."""
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
+_CALLS = 64
+"""Calls of each site, and of all strangers, that may be under way."""
 _LOGGED = 100
 """Refusals that are logged at once; later ones are, one a second."""
 _TOLD = 64 * CHUNK
@@ -168,20 +168,21 @@ class Door(Closing):
         """By the key of the session."""
         self._run: Behind | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._greeting: dict[asyncio.Task[Any], str] = {}
-        """Sessions that have not proved yet who they are, oldest first, and the addresses that they come from."""
         self._ended: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         """Calls that are being ended, and the reason."""
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
+        self._front = Front(len(federation().sites))
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
         try:
             self._server, port = self._loop.run(self._start(bind))
         except BaseException as error:
             self._end()
-            if isinstance(error, RuntimeError):  # gRPC's, for a port that is taken
-                raise EngineError("--bind", bind, expected="an address that is free") from error
+            if isinstance(error, OSError):
+                raise EngineError(
+                    "--bind", bind, expected=f"an address that is free ({error.strerror or error})"
+                ) from error
             raise
         self.address = f"{bind.rpartition(':')[0]}:{port}"
         """HOST:PORT on which it listens."""
@@ -191,6 +192,7 @@ class Door(Closing):
         if not self._loop.over:
             self._loop.call(self._dismiss)
             self._loop.run(self._server.stop(_CLOSE_S))
+            self._loop.call(self._front.close)
             self._end()
 
     def serve(self, near: socket.socket) -> None:
@@ -321,14 +323,12 @@ class Door(Closing):
 
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
         most = max(len(self._federation().sites), 1)
-        connections = 2 * most + _GREETINGS
         server = grpc.aio.server(
             options=[
                 *_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", connections),
                 ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22)),
             ],
-            maximum_concurrent_rpcs=connections * _TRANSFERS,
+            maximum_concurrent_rpcs=_CALLS * (most + 1),
         )
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._refusing(self._session)),
@@ -344,9 +344,13 @@ class Door(Closing):
                 grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
             )
         )
-        port = server.add_secure_port(bind, self._credentials())
+        server.add_secure_port(self._front.behind, self._credentials())
         await server.start()
-        return server, port
+        try:
+            return server, await self._front.start(bind)
+        except BaseException:
+            await server.stop(0)
+            raise
 
     def _credentials(self) -> grpc.ServerCredentials:
         """Those of the certificate as it is at each handshake."""
@@ -396,12 +400,12 @@ class Door(Closing):
             except TimeoutError:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout: nothing was received")
             except StorageError as error:
-                _log.error("%s: %s", context.peer(), error)
+                _log.error("%s: %s", self._front.address(context.peer()), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
                 with contextlib.suppress(DoorError):
                     self._refusals.take()
-                    _log.warning("%s: refused: %s", context.peer(), error)
+                    _log.warning("%s: refused: %s", self._front.address(context.peer()), error)
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 
@@ -416,14 +420,10 @@ class Door(Closing):
     async def _session(self, _requests: Any, context: Context) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._greeting) >= _GREETINGS:
-            self._make_place()
-        self._greeting[task] = context.peer().rpartition(":")[0]
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                site, public = await self._greet(context)
-        finally:
-            self._greeting.pop(task, None)
+        async with asyncio.timeout(HANDSHAKE_S):
+            site, public = await self._greet(context)
+        peer = context.peer()
+        self._front.proved(peer)
         if site.session is not None:
             site.session.end("the site has opened another session")
         session = site.session = Session(os.urandom(32), partial(self._cancel, task))
@@ -444,6 +444,7 @@ class Door(Closing):
                 ended.result()
         finally:
             del self._sessions[session.key]
+            self._front.ended(peer)
             if site.session is session:
                 site.session = None
             for other in both:
@@ -452,14 +453,6 @@ class Door(Closing):
                 self._cancel(other, "the site's session has ended")
             _log.info("%s is disconnected", site.name, extra={"site": site.name})
             self._seen()
-
-    def _make_place(self) -> None:
-        """End the oldest session without a proof, of the address that has the most of them."""
-        addresses = Counter(self._greeting.values())
-        crowd = max(addresses, key=addresses.__getitem__)
-        oldest = next(task for task, address in self._greeting.items() if address == crowd)
-        del self._greeting[oldest]
-        self._cancel(oldest, "too many sessions have not proved who they are")
 
     def _seen(self) -> None:
         if self._run is not None:

@@ -54,6 +54,7 @@ from cloister.protocol.messages.messages import Failed, Joined
 from cloister.protocol.messages.transfer import CHUNK, MESSAGE, VERSION, Arrivals, data_of, part_of
 from cloister.protocol.messages.wire import LONGEST, to_bytes
 from cloister.server.door import door as server_door
+from cloister.server.door import front
 from cloister.server.door import sites as server_sites
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.sum.channel import Failure
@@ -556,50 +557,6 @@ def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:
     waiting.wait(WAIT_S)
 
 
-def test_sessions_that_say_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_door, "_GREETINGS", 3)
-    with open_channel(tmp_path) as channel, Raw(channel) as raw:
-        silent = [raw.session() for _ in range(3)]
-        with connected(channel, Answering(), tmp_path):
-            assert ask(channel, join_request()) == Joined("site-1")
-            more = [raw.session() for _ in range(3)]
-            for call in silent:
-                with pytest.raises(grpc.RpcError) as raised:
-                    list(call)
-                assert raised.value.code() is grpc.StatusCode.ABORTED
-            assert ask(channel, join_request("2")) == Joined("site-1")
-            for call in more:
-                call.cancel()
-
-
-def test_a_session_is_not_ended_by_those_of_another_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stranger that opens many takes its own places."""
-    monkeypatch.setattr(server_door, "_GREETINGS", 4)
-    with open_channel(tmp_path, bind="[::]:0") as channel:
-        port = channel.address.rpartition(":")[2]
-        channel.address = f"127.0.0.1:{port}"
-        with Raw(channel) as raw:
-            call, nonce = raw.greeted("site-1")
-            stranger = grpc.secure_channel(
-                f"[::1]:{port}",
-                grpc.ssl_channel_credentials(raw.entrance.root),
-                [("grpc.ssl_target_name_override", NAME)],
-            )
-            with stranger:
-                never = threading.Event()
-                silent = [
-                    stranger.stream_stream("/cloister.Door/Session")(chain([], never)) for _ in range(8)
-                ]
-                until = time.monotonic() + WAIT_S
-                while sum(each.is_active() for each in silent) > 3:  # until all have arrived
-                    assert time.monotonic() < until
-                raw.say(proof=raw.proof("site-1", identity_of("site-1"), nonce))
-                assert said(call).welcome.key
-                never.set()
-
-
 def test_a_newer_session_ends_the_older(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, Raw(channel) as raw, Raw(channel) as other:
         call, _ = raw.open()
@@ -609,21 +566,84 @@ def test_a_newer_session_ends_the_older(tmp_path: Path) -> None:
         assert raised.value.details() == "the site has opened another session"
 
 
-def test_connections_are_bounded(tmp_path: Path) -> None:
-    with open_channel(tmp_path, names=["site-1"]) as channel:
-        host, port = channel.address.rsplit(":", 1)
-        with connected(channel, Answering(), tmp_path):
-            opened = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(80)]
-            assert ask(channel, join_request()) == Joined("site-1")
-            closed = 0
-            for each in opened[-10:]:
-                try:
-                    closed += each.recv(1) == b""
-                except ConnectionError:
-                    closed += 1
-            assert closed == 10
-            for each in opened:
-                each.close()
+# Strangers: `server/door/front.py`.
+
+
+def strangers(channel: AtDoor, count: int, host: str = "127.0.0.1") -> list[socket.socket]:
+    """Connections that say nothing."""
+    port = int(channel.address.rpartition(":")[2])
+    return [socket.create_connection((host, port), WAIT_S) for _ in range(count)]
+
+
+def is_closed(peer: socket.socket) -> bool:
+    """Whether the door closes a connection in time."""
+    try:
+        return peer.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.fixture
+def everywhere(tmp_path: Path) -> Iterator[AtDoor]:
+    """A run behind a door on all addresses, which sites reach over IPv4."""
+    with open_channel(tmp_path, bind="[::]:0") as channel:
+        channel.address = f"127.0.0.1:{channel.address.rpartition(':')[2]}"
+        yield channel
+
+
+def test_strangers_take_their_own_places(tmp_path: Path, everywhere: AtDoor) -> None:
+    """Of so many that say nothing the oldest end, and no site waits, from another address or from theirs."""
+    site = Answering()
+    with connected(everywhere, site, tmp_path):
+        silent = strangers(everywhere, 100, "::1")
+        assert ask(everywhere, join_request()) == Joined("site-1")
+        assert all(map(is_closed, silent[:36]))
+        more = strangers(everywhere, 200)  # the address of the site, which is known
+        assert ask(everywhere, join_request("2")) == Joined("site-1")
+        with connected(everywhere, Answering("site-2"), tmp_path):
+            assert len(everywhere.door.connected()) == 2
+        for each in (*silent, *more):
+            each.close()
+
+
+def test_the_address_with_the_most_strangers_loses_one(
+    everywhere: AtDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Raw(everywhere) as raw:
+        call, nonce = raw.greeted("site-1")  # of an address that is not known yet
+        silent = strangers(everywhere, 80, "::1")
+        assert all(map(is_closed, silent[:16]))
+        raw.say(proof=raw.proof("site-1", identity_of("site-1"), nonce))
+        assert said(call).welcome.key
+        for each in silent:
+            each.close()
+
+
+def test_a_stranger_has_a_time_and_a_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_channel(tmp_path) as channel:
+        (talker,) = strangers(channel, 1)
+        with suppress(ConnectionError):
+            talker.sendall(b"\x16\x03\x01\x40\x00" + bytes(2**20))
+        assert is_closed(talker)
+        talker.close()
+        monkeypatch.setattr(front, "HANDSHAKE_S", 0.3)
+        (silent,) = strangers(channel, 1)
+        assert is_closed(silent)
+        silent.close()
+
+
+def test_a_member_that_leaves_connections_open_is_a_stranger_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer session of it ends the older one, whose connection is closed soon after."""
+    monkeypatch.setattr(front, "HANDSHAKE_S", 3.0)
+    with open_channel(tmp_path) as channel, Raw(channel) as first, Raw(channel) as second:
+        held = first.open(), second.open()  # a call that is dropped is cancelled
+        until = time.monotonic() + WAIT_S
+        while len(channel.door._front._passages) > 1:
+            assert time.monotonic() < until
+        assert held
+        assert channel.door.connected() == ["site-1"]
 
 
 @pytest.mark.slow
@@ -850,5 +870,5 @@ def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
-    with open_channel(tmp_path) as channel, raises(EngineError, "exchange"):
+    with open_channel(tmp_path) as channel, raises(EngineError, "--bind"):
         open_channel(tmp_path, bind=channel.address)
