@@ -28,8 +28,8 @@ its mean over a round is about that of the plan for every site, which |a_i|_1 = 
 The speeds: with `"weighted"` a site declares its speed when it joins. With `"dynamic"` it is measured: the steps of a
 round over the seconds in which the site took them. Each site times its own training. Between the coordinator's request
 and the answer lie also the start of processes, transfers and, in a simulation, the wait for a worker, which do not
-grow with the steps. A site that reports a wrong time changes its own number of steps, within the plan's limits, as
-it could by being slow.
+grow with the steps. A site that reports a wrong time changes its own number of steps and, by the median, those of the
+others, within the plan's limits, as it could by being slow.
 
 In asynchronous rounds a site takes the steps of the list that came with its model. Its update is scaled by the mean of
 that list, and its speed is the steps of that list over its seconds, whatever round the update is summed in. The lists

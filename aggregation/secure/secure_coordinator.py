@@ -359,11 +359,17 @@ class SecureCoordinator:
     @property
     def enough(self) -> bool:
         """Every secret that is needed has t shares."""
-        needed = self.attempt.parameters.threshold
-        return self._step is Step.UNMASK and all(
-            sum(holder in self._revealed for holder in self._openers(site)) >= needed
+        return self._step is Step.UNMASK and not self.lacking
+
+    @property
+    def lacking(self) -> list[str]:
+        """Step 6: the sites whose secret is needed and has fewer than t shares."""
+        threshold = self.attempt.parameters.threshold
+        return [
+            site
             for site in self._needed()
-        )
+            if sum(holder in self._revealed for holder in self._openers(site)) < threshold
+        ]
 
     def _needed(self) -> list[str]:
         """The survivors, and the dropouts that share a mask with one."""

@@ -53,7 +53,7 @@ class SiteConfig(Section):
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT
-    """Smallest number of sites in a sum in which it takes part."""
+    """Smallest number of sites in a sum in which it takes part; a large cohort may split into smaller sums."""
     policy: str = ""
     """File of what the site demands of a plan's privacy, and the most that may be spent on its data over all runs;
     empty: it demands no more than the keys here."""

@@ -123,7 +123,7 @@ class Policy(Section):
     the noise: it sees the sum without noise, and no site can check that it adds any. With `privacy.method = "opacus"`
     it must not send weights that were crafted to amplify rounding."""
     least_cohort: Annotated[int, Field(ge=1)] = SMALLEST_COHORT
-    """Fewest sites in a sum that is opened."""
+    """Fewest sites in a sum that is opened; a large cohort may split into smaller sums."""
     secure_required: bool = True
     """Accept only sums under masks."""
     roster_hash: Annotated[

@@ -99,7 +99,10 @@ class Masked(Plain):
         # 6. Unmask.
         requests = coordinator.request()
         self.note_survivors(steps.UNMASKING, survivors.survivors)
-        yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
+        revealed = yield from self.step(coordinator, requests, Reveal, coordinator.revealed)
+        if lacking := coordinator.lacking:
+            accused = {of for _, of in coordinator.complaints}.intersection(lacking)
+            self.course.blamed = frozenset(accused or set(requests).difference(revealed))
         # 7. Charge, then open.
         self.pay()
         total = coordinator.sum(threads=len(os.sched_getaffinity(0)))

@@ -65,6 +65,8 @@ class Course:
     """What the attempt tells the plan's features of itself."""
     unopened: frozenset[str] = frozenset()
     """Sites whose shares too few others could open, so that the attempt ended."""
+    blamed: frozenset[str] = frozenset()
+    """Sites to blame for too few shares, after survivors were asked for them."""
     apart: bool = False
     """Whether sites were left out because they carry another history than most."""
     complained: bool = False

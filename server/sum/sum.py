@@ -33,6 +33,7 @@ one that fails would leave others with their requests.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
@@ -113,7 +114,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     noted: Mapping[str, Any] = {}
     earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
     last = failures + plan.cohort.attempts
-    out: set[str] = set()
+    out = barred = _barred(party, wanted, cohort)  # not any more if too few are left
     doubted: set[str] = set()
     turns = 0  # that sites in complaints have had in this sum
     apart, dropped = False, ""
@@ -143,15 +144,16 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             trainings |= course.trainings
             noted = course.noted
             turns += bool(doubted)
-            before, doubted = doubted, _doubted(party, wanted, cohort, turns)
+            before, doubted = doubted, _doubted(party, wanted, cohort, out, turns)
             if course.unopened and (course.complained or (doubted and not before)):
                 # It tells of a pair with a liar that was not known: this ends before liars are out of pairs. Or it is
                 # the first of the round: the next one leaves out a site of each known pair, perhaps another one.
                 last += 1
             else:
-                out |= course.unopened
+                out = out | course.unopened if course.unopened else out - barred
             reason = f"group {shown_group}: {error}" if shown_group else str(error)
-            journal.record(number, attempt.number, wanted.step(steps.FAILED), {"reason": reason})
+            detail = {"reason": reason, "blamed": sorted(course.blamed)}
+            journal.record(number, attempt.number, wanted.step(steps.FAILED), detail)
             party.observe(AttemptFailed(number, attempt.number, reason))
             if isinstance(error, UpdateError):
                 return Failed(failures, bound=True, spoiled=reason)
@@ -164,12 +166,38 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
 
 
-def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], turns: int) -> set[str]:
-    """The sites that the next attempt at a sum leaves out because of complaints, after some turns in this sum."""
+def _barred(party: Party, wanted: Wanted, cohort: Iterable[str]) -> set[str]:
+    """The sites that all attempts at a sum leave out because they were to blame for lost ones; none without complaints.
+
+    With shares that few can open, or as the site that stays in its turn, a liar that does not reveal could lose a round
+    as often as it is asked. In a lap each site in complaints has one turn. A site that was to blame in s rounds is
+    asked in laps 2^s, 2 x 2^s and so on. So it loses few rounds, and an honest site is not out for good.
+    """
+    could = [site for site in cohort if site not in party.left_out]
+    if not (doubted := involved(party.complaints, could)):
+        return set()
+    entries = party.journal.entries()
+    blamed = {(each.step, each.round, site) for each in entries for site in each.detail.get("blamed", ())}
+    rounds = Counter(site for _, _, site in blamed)
+    lap = 1 + (1 + _sums_before(party, wanted, doubted)) // len(doubted)
+    return {site for site in could if lap % 2 ** rounds[site]}
+
+
+def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], out: set[str], turns: int) -> set[str]:
+    """The sites that the next attempt at a sum leaves out because of complaints, besides those that all attempts do.
+
+    Args:
+        party: The run.
+        wanted: The sum.
+        cohort: Its sites.
+        out: Those that all attempts leave out from now on.
+        turns: That sites in complaints have had in this sum.
+    """
     could = [site for site in cohort if site not in party.left_out]
     least = party.sums.quorum(wanted.purpose, wanted.group)
     turn = 1 + turns + _sums_before(party, wanted, involved(party.complaints, could))
-    return suspects(party.complaints, could, party.present(could), turn=turn, least=least)
+    present = [site for site in party.present(could) if site not in out]
+    return suspects(party.complaints, could, present, turn=turn, least=least)
 
 
 def _sums_before(party: Party, wanted: Wanted, sites: set[str]) -> int:

@@ -94,6 +94,30 @@ def test_rounds_that_end_by_liars_who_are_not_left_out_stop_the_run(
         run(folder, federation.channel, lambda _event: None, roster=federation.roster)
 
 
+def test_two_liars_do_not_lose_all_rounds_by_shares_that_few_can_open_and_silence(tmp_path: Path) -> None:
+    """Two of nine are assumed to lie, three may drop out: one sends two sites garbage, and then neither reveals."""
+    settings = ["cohort.sites=9", "run.rounds=4", "aggregation.colluders=0.2", "aggregation.dropouts=0.34"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    parameters = federation.plan.threshold()
+    assert (parameters.colluders, parameters.dropouts, parameters.threshold) == (2, 3, 6)
+    *honest, liar, other = federation.names
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == liar:
+            sealed = tuple((to, b"?" if to in honest[:2] else text) for to, text in reply.sealed)
+            changed: Reply = resigned(federation, dataclasses.replace(reply, sealed=sealed))
+            return changed
+        return reply
+
+    federation.channel.tamper = lie
+    federation.channel.down = lambda site, step, _request: step == "unmask" and site in (liar, other)
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [1, 3]
+    assert [event.round for event in events if isinstance(event, RoundDone)] == [2, 4]
+
+
 def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
     """Let a site say that its weight is larger, in the vector that it masks."""
     layout = Sums(federation.plan, federation.layout.size).training

@@ -1098,6 +1098,117 @@ def test_two_liars_do_not_keep_a_site_out_of_all_sums(open_run: Callable[..., Ru
     assert summed.count(True) >= 2
 
 
+def garbage_for(victims: Collection[str], liar: str) -> Callable[[str, Reply], Reply]:
+    """Some sites cannot open the shares that a liar sends them."""
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and reply.site == liar:
+            sealed = tuple((to, b"?" if to in victims else text) for to, text in reply.sealed)
+            return cast(Reply, resigned(dataclasses.replace(reply, sealed=sealed)))
+        return reply
+
+    return lie
+
+
+def revealing(run: Run, silent: Callable[[str, int], bool], rounds: int) -> list[set[str]]:
+    """By round the sites of the sum, none if the round is lost, while some sites do not reveal their shares."""
+    summed: list[set[str]] = []
+    number = 0
+    run.channel.down = lambda site, step, _request: step == "unmask" and silent(site, number)
+    for number in range(1, rounds + 1):
+        total = run.sum(number)
+        summed.append(set(total.names) if isinstance(total, Total) else set())
+        assert isinstance(total, Total) or total.bound
+    assert run.party.left_out == {}
+    return summed
+
+
+def lost(summed: list[set[str]]) -> list[int]:
+    return [number for number, names in enumerate(summed, 1) if not names]
+
+
+# t = 4: with the liar in the place of its victim, and silent, there are three.
+FIVE = ("cohort.quorum=0.3", "aggregation.colluders=0.01", "aggregation.dropouts=0.0")
+
+
+@pytest.mark.parametrize("lie", ["garbage", "complaint"])
+@pytest.mark.usefixtures("unsynced")
+def test_a_liar_that_stays_in_its_turn_and_does_not_reveal_loses_fewer_and_fewer_rounds(
+    open_run: Callable[..., Run], lie: str
+) -> None:
+    run = open_run(5, *FIVE)
+    victim, liar = run.names[0], run.names[-1]
+    run.channel.tamper = (
+        garbage_for([victim], liar)
+        if lie == "garbage"
+        else Accuser(run, [liar], lambda _liar, present: (victim,) if victim in present else ())
+    )
+    summed = revealing(run, lambda site, _number: site == liar, 8)
+    assert lost(summed) == [1, 3, 7]  # by turns it would be 5 too
+    assert all(victim in names for names in summed if names)
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_a_site_that_did_not_reveal_once_is_not_out_for_good(open_run: Callable[..., Run]) -> None:
+    run = open_run(5, *FIVE)
+    liar, victim = run.names[0], run.names[-1]
+    run.channel.tamper = Accuser(
+        run, [liar], lambda _liar, present: (victim,) if victim in present else tuple[str, ...]()
+    )
+    summed = revealing(run, lambda site, number: site == victim and number == 1, 8)
+    assert lost(summed) == [1]
+    assert [number for number, names in enumerate(summed, 1) if victim in names] == [3, 7]
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_where_few_can_open_the_shares_of_a_site_no_other_is_to_blame(open_run: Callable[..., Run]) -> None:
+    run = open_run(7, "cohort.quorum=0.3", "aggregation.colluders=0.1", "aggregation.dropouts=0.2")
+    victim, honest, *_, liar = run.names
+    run.channel.tamper = garbage_for([victim], liar)
+    summed = revealing(run, lambda site, number: site == liar or (site == honest and number == 1), 5)
+    assert lost(summed) == [1]
+    assert [liar in names for names in summed[3:]] == [False, False]
+    assert all(honest in names for names in summed[1:])
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_a_liar_that_reveals_does_not_lose_every_third_round_with_one_that_does_not(
+    open_run: Callable[..., Run],
+) -> None:
+    """In the turn of the first two honest sites are out, and the silence of the second is then one too many."""
+    run = open_run(8, "cohort.quorum=0.3", "aggregation.colluders=0.25", "aggregation.dropouts=0.25")
+    *honest, silent, liar = run.names
+    run.channel.tamper = garbage_for(honest[:2], liar)
+    summed = revealing(run, lambda site, _number: site == silent, 9)
+    assert lost(summed) == [2, 5]  # by turns they would be 2, 5 and 8
+    assert all(honest[2] in names for names in summed if names)
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_sites_that_lost_rounds_are_asked_where_the_sum_needs_them(open_run: Callable[..., Run]) -> None:
+    run = open_run(5, *FIVE)
+    liar, absent, *_, victim = run.names
+    run.channel.tamper = Accuser(run, [liar], lambda _liar, present: (victim,) if victim in present else ())
+    assert lost(revealing(run, lambda site, _number: site == victim, 1)) == [1]
+    run.channel.tamper = lambda _step, reply: reply
+    summed = [run.sum(number) for number in (2, 3)]
+    run.channel.down = lambda site, _step, _request: site == absent
+    summed.append(run.sum(4))
+    assert [len(total.names) for total in summed if isinstance(total, Total)] == [5, 5, 4]
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_the_turn_of_a_site_that_is_not_asked_keeps_nobody_out(open_run: Callable[..., Run]) -> None:
+    run = open_run(9, "cohort.quorum=0.3", "aggregation.colluders=0.2", "aggregation.dropouts=0.34")
+    *honest, liar, other = run.names
+    run.channel.tamper = garbage_for(honest[:2], liar)
+    assert lost(revealing(run, lambda site, _number: site in (liar, other), 3)) == [1, 3]
+    run.channel.tamper = garbage_for(honest[2:4], other)
+    total = run.sum(4)  # of the six in complaints the fifth has its turn, the first liar
+    assert isinstance(total, Total)
+    assert (total.names, total.attempts) == (tuple(honest), 2)
+
+
 class Evaluations(Run):
     """The same for evaluations at the sites."""
 
