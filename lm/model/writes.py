@@ -11,8 +11,10 @@ here. Every write is seen, also those behind `.data`, of which autograd's versio
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +47,13 @@ def writes_of(module: nn.Module, length: int, *, again: bool) -> Writes | None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        warnings.simplefilter("ignore")
+    modes = (True, False, True, True) if again else (True, False)
+    without = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
         try:
-            empty, names = _without_values(module)
-            modes = (True, False, True, True) if again else (True, False)
-            passes = [(mode, _pass(empty, names, length, training=mode)) for mode in modes]
+            empty, names = _without_values(module, without)
+            with without:
+                passes = [(mode, _pass(empty, names, length, training=mode)) for mode in modes]
         except Exception:  # an operation that asks for a value raises one of many types
             return None
     evaluation, training = (
@@ -97,12 +100,26 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _without_values(module: nn.Module) -> tuple[Any, dict[int, str]]:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's warnings, and its report of an operation without values that failed, from the user."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _without_values(module: nn.Module, mode: Any) -> tuple[Any, dict[int, str]]:
     """A copy of a module whose parameters and buffers have no values, and their names by their storages."""
     copies: dict[int, Any] = {}
     names = {}
     for name, tensor in _named(module):
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with mode:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
         parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         names[_storage(empty)] = name
