@@ -256,8 +256,10 @@ class Site:
         spans = tuple(vector for _, vector in sent.pieces if vector.size)
         if not orders.timed:
             seconds = 0.0
-        vector = f"{purpose}, vector {manifest_digest(sent.manifest).hex()}"
-        self._audit_log.record(self._fact("release", told.sum, vector, request.tries))
+        # Of a vector without mask or noise of the site a digest would tell others whether it is that of no records.
+        bare = statement is None and plan.privacy.unit == "site"
+        vector = "vector" if bare else f"vector {manifest_digest(sent.manifest).hex()}"
+        self._audit_log.record(self._fact("release", told.sum, f"{purpose}, {vector}", request.tries))
         return Contribution(self.name, told.sum, digest, statement, sent.manifest, spans, seconds)
 
     # For the site alone: not sent.

@@ -20,8 +20,10 @@ and a round is `local.steps` of them. The following keeps this true:
   reveal that the unit is there.
 - Batches, noise and dropout come from a secret stream of the site, never from the plan's public seed. With public
   dropout masks, one additional unit would change the masks of the units after it, and so S by more than C. Secret masks
-  are the mechanism's own randomness, with the same law for every unit at any place in the batch; they come from torch's
-  generator under a secret seed, and the guarantee assumes that they are random.
+  are the mechanism's own randomness, with the same law for every unit at any place in the batch. They come from torch's
+  generator, whose state each unit has new from the secret stream; the guarantee assumes that they are random.
+- What a pass writes to the model's own parameters and buffers is put back after each unit, so that it reaches neither
+  another unit nor the update (`lm/model/writes.py`). Where the writes cannot be known, everything is put back.
 - Only `ClippedSum` adds gradients up, and it releases the sum once, with noise.
 
 S is summed in integers, so that rounding adds nothing to its sensitivity (`ClippedSum` has the bound). In a
@@ -31,12 +33,13 @@ can move S by 1.25 C. Accounting does not see the rounding of the noise (`privac
 
 Two methods give the same g_u up to rounding. `reference` runs forward and backward on one unit at a time, so that g_u
 depends on no other unit; it is right for every model that gives each sequence its own loss. `opacus` takes the
-gradients of many windows from the hooks of Opacus (Yousefpour et al. 2021, "Opacus"), if `check_method` finds that they
-are right. Then the last bits of g_u depend on the units that go through the model together. Weights whose exact output
-is zero, such as factors of an adapter that cancel, turn these bits into whole gradients: one unit moved S by 17 C. So
-with `opacus` the coordinator is trusted not to craft weights. Nothing else of Opacus is used: its optimizers divide by
-the batch size or the size of the data, and draw noise from torch. Refused: its faster ghost clipping, which takes two
-backward passes and is wrong for tied weights.
+gradients of many windows from the hooks of Opacus (Yousefpour et al. 2021, "Opacus"), if `check_method` finds that
+they are right, and that the model writes to none of its parameters and buffers. Then the last bits of g_u depend on
+the units that go through the model together. Weights whose exact output is zero, such as factors of an adapter that
+cancel, turn these bits into whole gradients: one unit moved S by 17 C. So with `opacus` the coordinator is trusted
+not to craft weights. Nothing else of Opacus is used: its optimizers divide by the batch size or the size of the data,
+and draw noise from torch. Refused: its faster ghost clipping, which takes two backward passes and is wrong for tied
+weights.
 
 In the ranks of a mesh, all draw the same batch from the same stream. Each replica takes units of its own, one after
 the other by `reference`, whose rows its shards divide. The squares of a unit's gradient are summed over the replica, a
@@ -63,10 +66,11 @@ from torch import nn
 
 from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
-from cloister.lm.model.model import LanguageModel, seeded
+from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.passes import Forward, Passes
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named, Weights, whole
+from cloister.lm.model.writes import Kept
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry
@@ -125,6 +129,8 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
+    if model.written:
+        return f"its passes write to {min(model.written)}"
     if any(_recomputes(module) for module in model.module.modules()):
         return "with gradient checkpointing its hooks see each layer twice"
     if any(module._compiled_call_impl is not None for module in model.module.modules()):
@@ -360,8 +366,6 @@ class PrivateTrainer:
     ) -> None:
         assert plan.privacy.dpsgd, "only such plans are trained here"
         assert plan.privacy.sampling_rate is not None, "a sound plan has it"
-        divided = ranks is not None and ranks.size() > ranks["replicate"].size()
-        check_method(plan, model, divided=divided)
         self.method = plan.privacy.method
         """How per-unit gradients are taken."""
         self._rate = plan.privacy.sampling_rate
@@ -370,6 +374,7 @@ class PrivateTrainer:
         self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
+        check_method(plan, model, divided=self.weights.divided)
         forward = Forward(self._bench.module, device, plan.local.precision)
         self._passes = self.weights.passes(forward, plan.local.batch_size)
 
@@ -444,10 +449,10 @@ class PrivateTrainer:
         parameters = [parameter for _, parameter in trained]
         data, most = self._plan.data, self._plan.local.batch_size
         if self.method == "reference":
-            yield _Gradients(_one_by_one, data, self._passes, parameters, self.weights, most, self._device)
+            yield _Gradients(_one_by_one, data, self._passes, parameters, self._bench, most, self._device)
             return
         with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, data, self._passes, parameters, self.weights, most, self._device)
+            yield _Gradients(_by_hooks, data, self._passes, parameters, self._bench, most, self._device)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -483,9 +488,10 @@ class PrivateTrainer:
             own = noise.child(f"step-{step + 1}")
             batch = poisson_batch(own.child("batch"), n_units, self._rate)
             total = self.new_sum(names)
-            dropout = int(own.child("dropout").generator().integers(2**63))
-            with seeded("dropout", dropout, *weights.draws, device=self._device):
+            dropout = own.child("/".join(("dropout", *weights.draws)))
+            with _secret_masks(dropout, self._device) as renew:
                 for some in gradients(sequences, batch[weights.units]):
+                    renew()  # before the next ones go through the model
                     added = total.add(some.gradients)
                     losses = some.nats.cpu()[added]
                     nats += float(losses[torch.isfinite(losses)].sum())
@@ -512,6 +518,32 @@ class PrivateTrainer:
         return int(tokens), nats / max(tokens, 1)
 
 
+@contextmanager
+def _secret_masks(stream: NoiseStream, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Let torch draw from states that come from a stream; afterwards restore the random state from before.
+
+    `manual_seed` would not do: torch's generator for CPUs, a Mersenne Twister, uses 32 bits of a seed. Here its whole
+    state of 624 words is from the stream. On a GPU the generator has a seed of 64 bits, and uses all of them.
+
+    Yields:
+        Goes on with new states, which do not depend on what was drawn before.
+    """
+    words, cuda = stream.generator(), [device] if device.type == "cuda" else []
+
+    def renew() -> None:
+        state = torch.Generator().get_state()
+        # After the seed and two counters, of 8 bytes each, there is a word in the lower half of each 8 bytes.
+        state.view(torch.int64)[3:627] = torch.from_numpy(words.integers(2**32, size=624))
+        torch.default_generator.set_state(state)
+        for each in cuda:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(int(words.integers(2**64, dtype=np.uint64)))
+
+    with torch.random.fork_rng(devices=cuda):
+        renew()
+        yield renew
+
+
 @dataclass(frozen=True)
 class _Gradients:
     """Per-unit gradients of some parameters, by a method."""
@@ -520,7 +552,7 @@ class _Gradients:
     data: DataSection
     passes: Passes
     parameters: list[nn.Parameter]
-    weights: Weights
+    bench: Bench
     most: int
     """Rows that go through the model at a time; in a mesh, on all shards together."""
     device: torch.device
@@ -565,20 +597,22 @@ class _Gradients:
 def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
     """One unit after the other, by plain backward passes."""
     assert sequences.starts is not None
+    weights, model = self.bench.weights, self.bench.model
+    kept = Kept(self.bench.module, model.written)
     for begin, end in zip(sequences.starts[units], sequences.starts[units + 1], strict=True):
         for parameter in self.parameters:
             parameter.grad = None
         nats, tokens = torch.zeros(1, dtype=torch.float64), 0
         for first in range(begin, end, self.most):
             rows = np.arange(first, min(end, first + self.most))
-            part, most = self.weights.unit_rows(len(rows))
+            part, most = weights.unit_rows(len(rows))
             rows = rows[part]
             try:
                 losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # models raise any type, and each would reveal that the unit is there
-                if type(self.weights) is not Weights:  # the other ranks wait for this one
+                if weights.divided:  # the other ranks of the replica wait for this one
                     raise
                 _log.warning("the model fails on a unit, which counts as zero and %s: %s", MUST_STAY, error)
                 for parameter in self.parameters:
@@ -586,7 +620,8 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
                 break
             nats += losses.sum().cpu()
             tokens += int(learned.sum())
-        self.weights.take_gradients()
+        kept.put_back()
+        weights.take_gradients()
         taken = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self.parameters

@@ -40,6 +40,7 @@ from cloister.lm.model import frozen, saved
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
 from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
+from cloister.lm.model.writes import names_of, writes_of
 from cloister.lm.text.tokenizer import looks_like_path, on_hub, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
@@ -74,6 +75,8 @@ class LanguageModel:
     """The plan's section for it."""
     own_base: bool = False
     """Whether the weights under its adapter are not those of a named checkpoint."""
+    written: frozenset[str] = frozenset()
+    """The parameters and buffers that a pass in training writes to; all if it cannot be followed (`writes.py`)."""
 
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
@@ -117,8 +120,9 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
             module = _build(plan, config)
         if place is None or not _stored_buffers(module):
             module, layout = _adapt(module, plan)
+            written = _written(plan, module)
             layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))
-            return LanguageModel(module, tokenizer, layout, plan.model, own)
+            return LanguageModel(module, tokenizer, layout, plan.model, own, written)
     with seeded("weights", plan.run.seed):
         if place is None:
             module = _build(plan, config)
@@ -133,9 +137,10 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
         module.requires_grad_(True)
         Layout.of(module.named_parameters()).scatter(base, module)
     module, layout = _adapt(module, plan)
+    written = _written(plan, module)
     layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))
     own = frozen.lower(module, precision) or own
-    return LanguageModel(module, tokenizer, layout, plan.model, own)
+    return LanguageModel(module, tokenizer, layout, plan.model, own, written)
 
 
 class Counts(NamedTuple):
@@ -534,6 +539,24 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
         if length > 2:
             raise _too_long(plan, f"a length that {plan.model.name} takes ({first_line(error)})") from error
         raise _inconsistent(plan.model, error) from error
+
+
+def _written(plan: Plan, module: nn.Module) -> frozenset[str]:
+    """`LanguageModel.written`; refuses models whose weights an evaluation changes, or whose training depends on it."""
+    private = plan.privacy.dpsgd
+    writes = writes_of(module, plan.data.sequence_length if private else 2, again=private)
+    if writes is None:
+        return names_of(module)
+    changed = sorted(writes.evaluation & {name for name, _ in module.named_parameters()})
+    if changed or not writes.repeats:
+        what = f"write to {changed[0]}" if changed else "change how it trains"
+        raise ModelError(
+            "model.name",
+            plan.model.name,
+            expected=f"a model that an evaluation leaves as it is, but its passes {what}",
+            fix="set model.config.rescale_every = 0" if hasattr(module.config, "rescale_every") else "",
+        )
+    return writes.training
 
 
 def _check_positions(plan: Plan, module: nn.Module) -> None:

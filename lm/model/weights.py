@@ -75,6 +75,8 @@ class Weights:
 
     draws: tuple[str, ...] = ()
     """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+    divided: bool = False
+    """Whether a replica has more than one process."""
     leads: bool = True
     """Whether this process does what one of them does for all."""
 

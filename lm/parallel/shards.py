@@ -176,6 +176,7 @@ class Shards(Weights):
         self._sharded = sharded_modules(model.module)
         self._steps_on: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._uncounted: set[int] = set()
+        self.divided = self._mesh.size > self._mesh.replicate
         self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
         if self._mesh.pipeline > 1:
@@ -335,14 +336,13 @@ class Shards(Weights):
     def clip(self, trained: list[nn.Parameter], norm: float) -> None:
         """The squares of all regions, each once, are summed by one all-reduce of one number; a replica that is not
         divided has all of them."""
-        divided = self._mesh.size > self._mesh.replicate
         counted = [
             each.grad
             for each in trained
-            if each.grad is not None and not (divided and id(each) in self._uncounted)
+            if each.grad is not None and not (self.divided and id(each) in self._uncounted)
         ]
         square = get_total_norm(counted).to(self._device, torch.float64).square()
-        if divided:
+        if self.divided:
             dist.all_reduce(square)
         clip_grads_with_norm_(trained, norm, square.sqrt().float())
 

@@ -30,6 +30,9 @@ from cloister.protocol.plan.plan import DataSection
 BATCH_CHARACTERS = 1 << 20
 """Characters from which texts are given to the tokenizer in several calls."""
 
+LONGEST_WITH_PLACES = 4 << 20
+"""UTF-8 bytes of the longest prompt or chat: to find the places of its tokens takes 285 times as much memory."""
+
 MOST_RENDERED = 1 << 30
 """Characters of a chat times its messages, which bounds the time in which its turns are found: some seconds."""
 
@@ -85,7 +88,7 @@ def to_examples(
         data: What a record is.
         unusable: Counts the records that lack the plan's field, have another type in it, have no label in
             `data.classes`, have a completion that is not in `data.choices`, are a chat that the template refuses, or
-            cannot be tokenised.
+            cannot be tokenised, or are a prompt or chat of more than `LONGEST_WITH_PLACES` bytes.
 
     Yields:
         A record, and its example; in the order of the records, without those that are left out.
@@ -441,6 +444,10 @@ class _Encoder:
         self.bytes = _identity(tokenizer) == _identity_of_bytes()
 
     def __call__(self, batch: Sequence[_Text]) -> list[Example]:
+        longest = 0 if self.whole else max(len(text.encode()) for text, _ in batch)
+        if longest > LONGEST_WITH_PLACES:
+            limit = f"a prompt with its completion, or a chat, of at most {LONGEST_WITH_PLACES} bytes"
+            raise DataError("data", longest, expected=limit)
         if self.bytes:
             coded = _as_bytes(batch)
         elif self.whole:

@@ -37,6 +37,7 @@ from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, MicroBatch
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
+from cloister.lm.model.writes import Kept
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.moments import Carry, Moments
@@ -95,7 +96,7 @@ class Bench:
             )
 
             self.weights = Shards(model, ranks)
-        self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._buffers = Kept(self.module, {name for name, _ in self.module.named_buffers()})
 
     def round(
         self,
@@ -152,8 +153,7 @@ class Bench:
     def _reset(self, start: Vector) -> None:
         """Put the module into the state that it would have in a new process that was given `start`."""
         self.weights.place(start)
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(self._buffers[name])
+        self._buffers.put_back()
         self.module.zero_grad(set_to_none=True)
         self.module.train()
 

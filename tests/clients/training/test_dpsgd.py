@@ -837,6 +837,31 @@ def test_dropout_masks_differ_from_stream_to_stream() -> None:
     assert one != other, "every unit is drawn: only dropout can differ"
 
 
+def test_the_masks_of_each_unit_come_from_a_whole_state() -> None:
+    """Two seeds that are equal modulo 2^32 give torch's generator for CPUs one state: a seed has no more to give."""
+    run, states = Run(plan_of("local.steps=2", kind="gpt2", sampling_rate=1.0)), []
+    run.model.module.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+    run.train(some((1,) * 5))
+    words = [state.view(torch.int64)[3:627] for state in states]
+    assert len({tuple(each.tolist()) for each in words}) == len(words) == 10
+    for each in words:
+        assert not torch.equal(seeded_words(int(each[0])), each)
+    assert torch.equal(seeded_words(7), seeded_words(7 + 2**32)), "torch uses all of a seed by now"
+    known = np.random.MT19937()
+    known.state = {
+        "bit_generator": "MT19937",
+        "state": {"key": words[3].numpy().astype(np.uint32), "pos": 624},
+    }
+    generator = torch.Generator()
+    generator.set_state(states[3])
+    drawn = [torch.randint(2**32, (1,), generator=generator).item() for _ in range(700)]
+    assert drawn == known.random_raw(1400)[1::2].tolist(), "the words are not where they are thought to be"
+
+
+def seeded_words(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state().view(torch.int64)[3:627]
+
+
 # --- what it shares with the other trainer ----------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import load_model
+from cloister.lm.model.passes import Forward
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named
 from cloister.lm.parallel.parallelize import parallelize
@@ -87,6 +88,21 @@ def train_privately(
         for mutant in mutants:
             mutant.plant(patch)
         return [_train(ranks, each) for each in jobs]
+
+
+def train_with_a_failing_unit(ranks: DeviceMesh | None, *, jobs: Sequence[PrivateJob]) -> list[PrivateRound]:
+    """As `train_privately`, by a model that fails on the last row of unit 1."""
+    starts = jobs[0].sequences.starts
+    assert starts is not None
+    bad, call = jobs[0].sequences.tokens[starts[2] - 1], Forward.__call__
+
+    def forward(self: Forward, inputs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        if (inputs.numpy() == bad).all(-1).any():
+            raise IndexError("index 290 is out of bounds")
+        return call(self, inputs, positions)
+
+    with mock.patch.object(Forward, "__call__", forward):
+        return train_privately(ranks, jobs=jobs)
 
 
 def _train(ranks: DeviceMesh | None, private: PrivateJob) -> PrivateRound:

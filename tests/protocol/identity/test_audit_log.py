@@ -22,7 +22,7 @@ from cloister.protocol.machine.storage import sync_to_disk
 from cloister.protocol.messages.messages import Contribute, Reply, Request
 from cloister.server.record.folder import RunFolder
 from cloister.server.run import run
-from cloister.tests.parties.federation import RECORD, SKELLAM, Federation, tiny
+from cloister.tests.parties.federation import CENTRAL, RECORD, SKELLAM, Federation, tiny
 from cloister.tests.tools.command import done, ran, refusal
 from cloister.tests.tools.raises import raises
 
@@ -119,6 +119,23 @@ def test_under_masks_the_charge_is_of_the_survivors(tmp_path: Path, unsynced: No
     found = told(audited.coordinators)
     assert found[4:] == [(what, name, 1, 1) for what in ("charge", "release") for name in others]
     assert told(audited.at_site()) == [("join", SITE, 0, 0)]
+
+
+def test_a_vector_that_nothing_hides_has_no_digest_in_the_log(tmp_path: Path, unsynced: None) -> None:
+    """Else all sites without records would have one digest, by which everyone who has the log would know them."""
+    details: list[set[str]] = []
+    for settings in (CENTRAL, SKELLAM):
+        audited = Audited.of(tmp_path / str(len(details)), *settings, "run.rounds=1")
+        for name in audited.federation.names[:2]:
+            (audited.federation.sites_folder / name / "data.jsonl").write_text("")
+        audited.go()
+        facts = [read_lines(audited.at_site(name))[-1].fact for name in audited.federation.names]
+        assert {fact.what for fact in facts} == {"release"}
+        details.append({fact.detail for fact in facts})
+    bare, masked = details
+    assert bare == {"train, vector"}
+    assert len(masked) == 4
+    assert all(len(detail) == len("train, vector ") + 64 for detail in masked)
 
 
 def test_refusals_are_logged_at_both_ends(tmp_path: Path, unsynced: None) -> None:

@@ -510,6 +510,15 @@ def test_a_huge_record_is_left_out(by_record: Sites, tmp_path: Path, monkeypatch
     assert (read(by_record, tmp_path / "own").records) == 1
 
 
+def test_a_prompt_that_takes_much_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no place of a token is asked for: whether one is must not decide about another record."""
+    sites = Sites(tmp_path, "data.format=prompt", *RECORD)
+    monkeypatch.setattr(examples, "LONGEST_WITH_PLACES", 400)
+    prompts = [json.dumps({"prompt": "q" * 9, "completion": "a" * size}) for size in (9, 391, 392, 9)]
+    found = read(sites, lines(tmp_path / "a.jsonl", prompts))
+    assert (found.records, found.left_out) == (3, {"refused by the tokenizer": 1})
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), "dictionary", "inside"])
 def test_the_size_of_a_row_is_its_own(
     kind: Any, by_record: Sites, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from cloister.tests.parties.ranks.rank_privacy import (
     private,
     teaches_nothing,
     train_privately,
+    train_with_a_failing_unit,
 )
 from cloister.tests.parties.ranks.rank_rounds import Job, several, start_of
 from cloister.tests.parties.ranks.ranks import run_ranks
@@ -278,3 +279,20 @@ def test_other_sums_are_found(mesh: Mesh, name: str, mutant: Mutant, folder: Pat
         return
     one = summed([alone], size)
     assert max(float(np.abs(each - other).max()) for each, other in zip(sums, one, strict=True)) > 1e-3 * CLIP
+
+
+def test_replicas_count_a_unit_as_zero_on_which_the_model_fails(folder: Path) -> None:
+    """No rank waits for another one within a unit, so the round goes on."""
+    plan = private("llama", "privacy.sampling_rate=0.9", "local.steps=2")
+    model = load_model(plan)
+    np.save(folder / "fails.npy", model.layout.flatten(model.module))
+    job = PrivateJob(Job(plan.to_json(), folder / "fails.npy"), in_units(), NOISE)
+    (one,) = train_with_a_failing_unit(None, jobs=[job])
+    (whole,) = train_privately(None, jobs=[job])
+    ranks = run_ranks(Mesh(2, 1, 1), partial(train_with_a_failing_unit, jobs=[job]))
+    size = model.layout.size
+    for found, expected, without in zip(
+        *(summed(each, size) for each in ([part for (part,) in ranks], [one], [whole])), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        assert not np.allclose(expected, without, rtol=0, atol=1e-4), "the unit was not drawn"

@@ -1,0 +1,168 @@
+"""Which of its own parameters and buffers a model writes to in a pass, and whether a pass depends on those before it.
+
+Some types write to themselves: RWKV rescales its weights, Gemma 3n clamps some, I-BERT keeps ranges of activations. In
+private steps such a write would carry a trace of a unit into the gradients of others, or without noise into the update.
+
+The passes run on a copy of the module's structure whose tensors have shapes and no values (torch's `FakeTensorMode`).
+So what is found holds for all weights and tokens: a pass that asked for a value, to decide by it what to do, would fail
+here. Every write is seen, also those behind `.data`, of which autograd's version counters know nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Writes(NamedTuple):
+    """What a model writes to."""
+
+    evaluation: frozenset[str]
+    """The parameters and buffers that a pass in evaluation mode writes to."""
+    training: frozenset[str]
+    """Those that a forward and backward pass in training mode writes to."""
+    repeats: bool
+    """Whether a training pass does the same after an evaluation and after another training pass."""
+
+
+def writes_of(module: nn.Module, length: int, *, again: bool) -> Writes | None:
+    """What the passes of a model write to; the module and the random state are not touched.
+
+    Args:
+        module: A causal LM or a classifier of transformers, with or without memory for its parameters.
+        length: Tokens of a row.
+        again: Whether to train again after the evaluation; else `repeats` says nothing.
+
+    Returns:
+        None if the passes cannot be followed without values, as with most mixtures of experts.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    modes = (True, False, True, True) if again else (True, False)
+    without = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
+        try:
+            empty, names = _without_values(module, without)
+            with without:
+                passes = [(mode, _pass(empty, names, length, training=mode)) for mode in modes]
+        except Exception:  # an operation that asks for a value raises one of many types
+            return None
+    evaluation, training = (
+        frozenset().union(*(each.written for mode, each in passes if mode == wanted))
+        for wanted in (False, True)
+    )
+    later = [each.operations for mode, each in passes if mode][1:]
+    return Writes(evaluation, training, later[:1] == later[1:])
+
+
+class Kept:
+    """The bits of some of a module's parameters and buffers, to put them back.
+
+    Args:
+        module: The module, or a rank's part of it.
+        names: Of parameters and buffers; those that the module does not have are ignored.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._kept = [
+            (place, key, tensor, tensor.detach().clone())
+            for prefix, owner in (module.named_modules() if names else ())
+            for place in (owner._parameters, owner._buffers)
+            for key, tensor in place.items()
+            if tensor is not None and f"{prefix}.{key}".lstrip(".") in names
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give each tensor the bits that it had, and the module the tensors that it had."""
+        for place, key, tensor, value in self._kept:
+            tensor.copy_(value)
+            if place.get(key) is not tensor:
+                place[key] = tensor
+
+
+def names_of(module: nn.Module) -> frozenset[str]:
+    """The names of all parameters and buffers, each once."""
+    return frozenset(name for name, _ in _named(module))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's warnings, and its report of an operation without values that failed, from the user."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
+
+
+def _without_values(module: nn.Module, mode: Any) -> tuple[Any, dict[int, str]]:
+    """A copy of a module whose parameters and buffers have no values, and their names by their storages."""
+    copies: dict[int, Any] = {}
+    names = {}
+    for name, tensor in _named(module):
+        with mode:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        names[_storage(empty)] = name
+    return copy.deepcopy(module, copies), names
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Sees every operation of a pass, those of the backward pass too."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.written: set[str] = set()
+        self.operations: list[tuple[Any, ...]] = []
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = func._schema.arguments
+        given = {each.name: value for each, value in zip(named, args, strict=False)} | (kwargs or {})
+        for each in named:
+            if each.alias_info is not None and each.alias_info.is_write:
+                for leaf in tree_leaves(given.get(each.name)):
+                    if isinstance(leaf, torch.Tensor) and (name := self._names.get(_storage(leaf))):
+                        self.written.add(name)
+        scalars = [each for each in tree_leaves(given) if not isinstance(each, torch.Tensor)]
+        self.operations.append((func, *scalars))
+        return func(*args, **(kwargs or {}))
+
+
+def _pass(module: Any, names: dict[int, str], length: int, *, training: bool) -> _Seen:
+    """Take a row through a copy without values."""
+    module.train(training)
+    module.zero_grad(set_to_none=True)
+    seen, before = _Seen(names), dict(_named(module))
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    with seen, torch.set_grad_enabled(training):
+        logits = module(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        if training:
+            logits.float().sum().backward()
+    after = dict(_named(module))
+    seen.written |= {name for name in before.keys() | after if before.get(name) is not after.get(name)}
+    return seen
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place

@@ -1,0 +1,149 @@
+"""Models that write to their own weights and buffers in a pass: nothing of it reaches another unit, or an update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloister.clients.training.dpsgd import PrivateTrainer, check_method
+from cloister.lm.model.model import LanguageModel, load_model
+from cloister.lm.model.writes import names_of
+from cloister.lm.text.data import Sequences
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.protocol.errors import ModelError, PlanError
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import parse
+from cloister.tests.parties.federation import TINY
+from cloister.tests.tools.command import ran
+from cloister.tests.tools.raises import raises
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+CPU = torch.device("cpu")
+LENGTH = 12
+CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {**CONFIG, "num_key_value_heads": 1}
+GEMMA_3N = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_kv_shared_layers": 1,
+    "laurel_rank": 4,
+    "vocab_size_per_layer_input": 264,
+    "hidden_size_per_layer_input": 8,
+}
+IBERT = {**CONFIG, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "quant_mode": "true"}
+MIXTRAL = {**LLAMA, "num_local_experts": 2}
+RWKV = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 7, "attention_hidden_size": 16}
+CLASSIFY = ("data.task=classify", 'data.classes=["a","b"]')
+FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
+UNITS: dict[str, list[str]] = {
+    "none": [],
+    "site": ["unit=site", "noise_multiplier=1", "delta=1e-3", "trusted_coordinator=true"],
+    "record": ["unit=record", "noise_multiplier=1", "delta=1e-3", "sampling_rate=1.0"],
+}
+
+
+def plan_of(kind: str, config: dict[str, Any], *overrides: str, unit: str = "record") -> Plan:
+    settings = [f"model.config.{key}={value}" for key, value in config.items()]
+    plain = ["aggregation.secure=false", "aggregation.weighting=uniform", "server.evaluation=none"]
+    local = ["local.steps=1", f"data.sequence_length={LENGTH}"]
+    privacy = [f"privacy.{setting}" for setting in UNITS[unit]]
+    return parse("", [f"model.name=builtin:{kind}", *settings, *plain, *local, *privacy, *overrides])
+
+
+def some(units: int, *, classes: int = 0) -> Sequences:
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 60, (units, LENGTH)).astype(np.int32)
+    labels = random.integers(0, classes, (units, 1)).astype(np.int32) if classes else tokens
+    return Sequences(tokens, labels, None, 1, np.arange(units + 1))
+
+
+def trained(plan: Plan, model: LanguageModel) -> np.ndarray[Any, Any]:
+    """An update by three units, all of which are drawn."""
+    start = model.layout.flatten(model.module)
+    trainer, noise = PrivateTrainer(plan, model, CPU), NoiseStream.from_declared_seed(1)
+    return trainer.train(start, some(3), round=1, noise=noise, noise_multiplier=1.0).vector
+
+
+@pytest.mark.parametrize("scheme", [(), FFA], ids=["full", "ffa-lora"])
+def test_what_a_pass_writes_reaches_no_update(scheme: tuple[str, ...]) -> None:
+    """Gemma 3n clamps weights to 120: a coordinator that sends 1000 would learn from them that a unit was drawn."""
+    plan = plan_of("gemma3n_text", GEMMA_3N, *scheme)
+    model = load_model(plan)
+    parameters = dict(model.module.named_parameters())
+    clamped = {name for name in parameters if "prediction_coefs" in name and "lora" not in name}
+    assert model.written == clamped
+    for name in clamped:
+        parameters[name].data.fill_(1000.0)
+    assert 0 < np.abs(trained(plan, model)).max() < 1
+    assert all(float((parameters[name].detach() - 1000).abs().max()) < 1 for name in clamped)
+
+
+def test_a_unit_has_the_same_gradient_whatever_was_before_it() -> None:
+    """I-BERT in integers keeps the ranges of activations in buffers. Its passes cannot be followed without values."""
+    plan = plan_of("ibert", IBERT, *CLASSIFY)
+    model = load_model(plan)
+    assert model.written == names_of(model.module)
+    trainer, data = PrivateTrainer(plan, model, CPU), some(6, classes=2)
+    model.module.train()
+    before = {name: each.clone() for name, each in model.module.state_dict().items()}
+    with trainer.per_unit_gradients(model.trainable()) as gradients:
+        (alone,), (*_, after) = (list(gradients(data, np.array(units))) for units in ([5], [0, 3, 5]))
+    assert all(torch.equal(one, other) for one, other in zip(alone.gradients, after.gradients, strict=True))
+    assert any(one.any() for one in alone.gradients)
+    assert all(torch.equal(each, before[name]) for name, each in model.module.state_dict().items())
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_model_whose_weights_an_evaluation_changes_is_refused(unit: str) -> None:
+    """RWKV rescales them in the first evaluation after training, and back in the first training after it."""
+    with raises(ModelError, "model.name", says="rescale_every = 0"):
+        load_model(plan_of("rwkv", RWKV, unit=unit))
+    model = load_model(plan_of("rwkv", {**RWKV, "rescale_every": 0}, unit=unit))
+    assert not model.written
+
+
+def test_a_simulation_of_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model.name=builtin:rwkv", *(f"model.config.{key}={value}" for key, value in RWKV.items())]
+    path = tmp_path / "plan.toml"
+    path.write_text(TINY.replace(TINY[TINY.index("[model") : TINY.index("[data]")], ""))
+    options = [each for setting in settings for each in ("--set", setting)]
+    code, _, err = ran(capsys, "simulate", str(path), *options, "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert "rescale_every = 0" in err
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(
+    ("kind", "config"), [("llama", LLAMA), ("gemma3n_text", GEMMA_3N), ("mixtral", MIXTRAL)]
+)
+def test_loading_leaves_the_weights_as_they_began(
+    kind: str, config: dict[str, Any], unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(kind, config, unit=unit)
+    loaded = load_model(plan)
+    monkeypatch.setattr("cloister.lm.model.model._check_runs", lambda *_: None)
+    monkeypatch.setattr("cloister.lm.model.model._written", lambda *_: frozenset())
+    fresh = load_model(plan).module.state_dict()
+    assert all(torch.equal(each, fresh[name]) for name, each in loaded.module.state_dict().items())
+
+
+def test_an_ordinary_model_writes_to_nothing_with_or_without_memory() -> None:
+    for empty in (False, True):
+        assert load_model(plan_of("llama", LLAMA), empty=empty).written == frozenset()
+        assert len(load_model(plan_of("gemma3n_text", GEMMA_3N), empty=empty).written) == 2
+
+
+def test_opacus_is_refused_for_a_model_that_writes() -> None:
+    plan = plan_of("llama", LLAMA, "privacy.method=opacus")
+    model = load_model(plan)
+    check_method(plan, model)
+    with raises(PlanError, "privacy.method", says="lm_head"):
+        check_method(plan, LanguageModel(**{**vars(model), "written": frozenset({"lm_head.weight"})}))
