@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import DataError, PlanError
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `request`, `install`, `rotate`, `check` and `start`."""
+    """The actions `request`, `install`, `rotate`, `check`, `accept` and `start`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
     _add_work(actions)
@@ -68,7 +69,7 @@ def _add_setup(actions: Actions) -> None:
 
 
 def _add_work(actions: Actions) -> None:
-    """The actions `check` and `start`: the site before a run, and in it."""
+    """The actions `check`, `accept` and `start`: the site before a run, and in it."""
     check_ = add_action(actions, _check)
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
@@ -81,6 +82,12 @@ def _add_work(actions: Actions) -> None:
         help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
     add_json(check_)
+    accept = add_action(actions, _accept)
+    accept.add_argument("site", metavar="SITE", help="the site's TOML file")
+    accept.add_argument(
+        "digest", metavar="DIGEST", help="the plan's digest, whole: cloister plan check prints it"
+    )
+    add_json(accept)
     start = add_action(actions, _start)
     start.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_log_format(start)
@@ -190,6 +197,35 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
             fix="compare the records with [data] of the plan",
         )
     return made
+
+
+@_own_files()
+def _accept(arguments: argparse.Namespace) -> int:
+    """Consent to one run of a plan.
+
+    Consent to one run of the plan with this digest; read the plan first. The first run of the plan that the coordinator
+    starts takes the consent, and a further run needs another one: two runs of one plan train the same updates, so that
+    their sums over different sites could show one site's. Where an earlier consent to the plan is not taken yet, none
+    is added. The site may be running.
+    """
+    from cloister.clients.consent.consents import Consents
+    from cloister.clients.setup.config import read_config
+
+    digest = arguments.digest.lower()
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise PlanError(
+            "DIGEST", arguments.digest, expected="64 hex digits, as cloister plan check prints them"
+        )
+    config = _closed(read_config(Path(arguments.site)))
+    consents = Consents(config.folder, config.name, config.plan)
+    added, taken = consents.give(digest), len(consents.runs(digest))
+    return tell(
+        arguments,
+        {"plan": digest, "added": added, "taken": taken},
+        f"accepted  one run of the plan {digest}"
+        + ("" if added else ", which was accepted before and which no run has joined yet: nothing is added"),
+        f"before    {taken} runs of it have joined",
+    )
 
 
 def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:

@@ -214,11 +214,11 @@ def test_an_error_tells_the_coordinator_nothing_of_a_sites_records(tmp_path: Pat
     federation = Federation(tmp_path, tiny())
     nosy = changed(federation.plan, "data", format="messages", messages_field="text")
     request = encode(federation.join_request(nosy))
-    site = federation.site(pinned=False)
+    site = federation.consenting(plan=nosy)
     assert decode_reply(serve(lambda: site, request)) == Failed(
         "site-000", "DataError: the reason is in the site's own log"
     )
-    explained = decode_reply(serve(lambda: federation.site(1, pinned=False), request, explain=str))
+    explained = decode_reply(serve(lambda: federation.consenting(1, plan=nosy), request, explain=str))
     assert isinstance(explained, Failed)
     assert "was seen on day" in explained.reason  # which shows what would have left
 
