@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,12 +77,13 @@ def test_a_run_has_the_plan_with_which_it_has_joined(tmp_path: Path) -> None:
     site.take(OTHER, "two")
 
 
-@pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor], ids=["threads", "processes"])
-def test_of_runs_that_ask_at_once_one_takes_the_consent(
-    tmp_path: Path, pool: type[ThreadPoolExecutor | ProcessPoolExecutor]
-) -> None:
-    options = {} if pool is ThreadPoolExecutor else {"mp_context": multiprocessing.get_context("spawn")}
-    with pool(4, **options) as workers:
+def processes() -> Executor:
+    return ProcessPoolExecutor(4, multiprocessing.get_context("spawn"))
+
+
+@pytest.mark.parametrize("pool", [partial(ThreadPoolExecutor, 4), processes], ids=["threads", "processes"])
+def test_of_runs_that_ask_at_once_one_takes_the_consent(tmp_path: Path, pool: Callable[[], Executor]) -> None:
+    with pool() as workers:
         for number in range(8):
             state = tmp_path / f"state-{number}"
             asked = list(workers.map(taken, [state] * 8, [f"run-{number}" for number in range(8)]))
@@ -88,9 +91,11 @@ def test_of_runs_that_ask_at_once_one_takes_the_consent(
             assert len(consents(state).runs(PLAN)) == 1
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["power cut", "killed, then power cut"])
+@pytest.mark.parametrize(
+    "how", ["power cut", "killed, then power cut", "killed, asked again, then power cut"]
+)
 def test_a_consent_survives_a_stop_at_any_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """What was answered for one run is never answered for another, also where the answer did not leave."""
     sync, ended = 0, [0]
@@ -100,8 +105,10 @@ def test_a_consent_survives_a_stop_at_any_sync(
         with Power(disk, monkeypatch) as power:
             with power.stopped_at(sync) as ended:
                 consents(state).take(PLAN, "one")
-            if ended and not killed:
+            if ended and how == "power cut":
                 power.cut()
+            elif "again" in how:
+                consents(state).take(PLAN, "one")
             answered = not ended
             try:  # a message of the run, which another process answers without a new join
                 consents(state).check(PLAN, "one")
