@@ -94,9 +94,8 @@ class Consents:
         while run not in (runs := self.runs(digest)):
             self.check_free(digest, run)
             write_new(self._file(digest, len(runs) + 1, "taken"), run.encode())
-        sync_folders(
-            self._folder, self._state.parent
-        )  # also what a process made that was killed before it synced
+        # Also what a process made that was killed before it synced.
+        sync_folders(self._folder, self._state.parent)
         write_new(self._of_run(run), digest.encode())
         self.check(digest, run)
 
