@@ -515,7 +515,8 @@ def test_a_site_of_another_release_is_named_at_the_join_with_what_to_do() -> Non
     assert describe(NotJoined(heard[0].site, heard[0].reason)) == f"node 2 did not join: {line}"
     with pytest.raises(EngineError) as stopped:
         join(of_old_sites(1, 2, 3, 4), heard)
-    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join (node 1: {line})"
+    reasons = "; ".join(f"node {node}: {line}" for node in range(1, 5))
+    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join ({reasons})"
 
 
 def test_a_coordinator_of_another_release_hears_which_and_what_to_do(
