@@ -26,7 +26,7 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
-from cloister.protocol.errors import DataError, PlanError
+from cloister.protocol.errors import CloisterError, DataError, PlanError, one_line
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `request`, `install`, `rotate`, `check`, `accept` and `start`."""
+    """The actions `request`, `install`, `rotate`, `check`, `plans`, `accept` and `start`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
     _add_work(actions)
@@ -69,7 +69,7 @@ def _add_setup(actions: Actions) -> None:
 
 
 def _add_work(actions: Actions) -> None:
-    """The actions `check`, `accept` and `start`: the site before a run, and in it."""
+    """The actions `check`, `plans`, `accept` and `start`: the site before a run, and in it."""
     check_ = add_action(actions, _check)
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
@@ -82,6 +82,9 @@ def _add_work(actions: Actions) -> None:
         help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
     add_json(check_)
+    plans = add_action(actions, _plans)
+    plans.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_json(plans)
     accept = add_action(actions, _accept)
     accept.add_argument("site", metavar="SITE", help="the site's TOML file")
     accept.add_argument(
@@ -197,6 +200,43 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
             fix="compare the records with [data] of the plan",
         )
     return made
+
+
+def _plans(arguments: argparse.Namespace) -> int:
+    """List the plans that the coordinator has asked for without a consent, with their cost.
+
+    List the newest plans, at most 8, that the coordinator has asked the site to join when it had not consented: the
+    name and digest of each, its privacy cost, and whether it is accepted by now. To consent to one run of one of them:
+    cloister site accept.
+    """
+    from cloister.clients.consent.consents import Consents
+    from cloister.clients.setup.config import read_config
+    from cloister.protocol.plan.soundness import from_json
+
+    config = read_config(Path(arguments.site))
+    consents = Consents(config.folder, config.name, config.plan)
+    found, lines = [], []
+    for plan in map(from_json, consents.offers()):
+        digest, name, cost = plan.digest(), plan.run.name, _cost(plan)
+        runs, accepted = len(consents.runs(digest)), consents.is_free(digest)
+        found.append({"name": name, "plan": digest, "accepted": accepted, "taken": runs, "cost": cost})
+        state = "accepted" if accepted else "not accepted"
+        lines += [f"{name}  {state}; runs that have joined: {runs}", f"  digest {digest}"]
+        lines += [f"  {line}" for line in cost]
+    return tell(arguments, {"plans": found}, *(lines or ["no plan was asked for without a consent"]))
+
+
+def _cost(plan: Plan) -> list[str]:
+    """What a plan costs a site's people in privacy, in words."""
+    from cloister.cli.verbs.plan import privacy_rows, warnings
+    from cloister.lm.model.model import count_parameters
+    from cloister.privacy.accounting.terms import terms_of
+
+    try:
+        terms = terms_of(plan, count_parameters(plan).trained)
+    except CloisterError as error:  # of one plan, whose model cannot be read here
+        return [f"not known: {one_line(error)}", *warnings(plan)]
+    return [*(": ".join(row) for row in (privacy_rows(plan, terms) if terms else ())), *warnings(plan)]
 
 
 @_own_files()

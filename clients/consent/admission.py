@@ -20,6 +20,7 @@ from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.ledger.policy import Policy, load_policy, offer_of
 from cloister.protocol.errors import (
     BudgetError,
+    ConsentError,
     PlanError,
     PolicyError,
     RosterError,
@@ -65,7 +66,11 @@ class Admission:
             RosterError: its roster has not as many sites as the plan.
         """
         self.check_secure(plan)
-        self._consents.check_free(plan.digest(), run)
+        try:
+            self._consents.check_free(plan.digest(), run)
+        except ConsentError:
+            self._consents.keep_offer(plan.digest(), plan.to_json())
+            raise
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
         if self._config.policy:

@@ -18,12 +18,18 @@ is refused until the site joins again, and the consent is not free. The files st
 
 from __future__ import annotations
 
+import logging
 from itertools import count
 from pathlib import Path
 
 from cloister.clients.state.kept import run_id
-from cloister.protocol.errors import ConsentError, PinnedError
-from cloister.protocol.machine.storage import sync_folders, write_new
+from cloister.protocol.errors import ConsentError, PinnedError, StorageError
+from cloister.protocol.machine.storage import sync_folders, write_bytes, write_new
+
+_log = logging.getLogger(__name__)
+
+_OFFERS = 8
+"""Plans that are kept for the site's people to read. Each is at most as long as a message (`wire.py`)."""
 
 
 class Consents:
@@ -47,10 +53,9 @@ class Consents:
         Raises:
             StorageError: the disk refuses the write.
         """
-        number = len(self.runs(digest)) + 1
-        if self._given(digest, number):
+        if self.is_free(digest):
             return False
-        write_new(self._file(digest, number, "given"), b"")
+        write_new(self._file(digest, len(self.runs(digest)) + 1, "given"), b"")
         return True
 
     def runs(self, digest: str) -> list[str]:
@@ -62,6 +67,31 @@ class Consents:
                 break
             runs.append(run)
         return runs
+
+    def is_free(self, digest: str) -> bool:
+        """Whether a consent to a plan is given and no run has taken it."""
+        return self._given(digest, len(self.runs(digest)) + 1)
+
+    def keep_offer(self, digest: str, plan: str) -> None:
+        """Keep the text of a plan that was refused for want of a consent, so that the site's people can read it.
+
+        The newest `_OFFERS` are kept. A disk that refuses is logged only: the join is refused in any case.
+        """
+        offers = self._state / "offers"
+        try:
+            write_bytes(offers / f"{digest}.json", plan.encode(), durable=False)
+            for old in self._offers()[_OFFERS:]:
+                old.unlink(missing_ok=True)
+        except (StorageError, OSError) as error:
+            _log.warning("the plan %s is not kept: %s", digest, error)
+
+    def offers(self) -> list[str]:
+        """The texts of the plans that were refused for want of a consent, the newest first."""
+        return [path.read_text(encoding="utf-8") for path in self._offers()]
+
+    def _offers(self) -> list[Path]:
+        found = (self._state / "offers").glob("*.json")
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
     def check_free(self, digest: str, run: str) -> None:
         """Check that a run may join: it has joined before, or a consent to its plan is free.
@@ -76,7 +106,7 @@ class Consents:
         """
         self._check_plan(digest, run, _read(self._of_run(run)) or digest)
         runs = self.runs(digest)
-        if run not in runs and not self._given(digest, len(runs) + 1):
+        if run not in runs and not self.is_free(digest):
             raise self._refusal(digest, run, runs)
 
     def take(self, digest: str, run: str) -> None:

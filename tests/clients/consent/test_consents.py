@@ -12,7 +12,9 @@ import pytest
 
 from cloister.cli.main import main
 from cloister.clients.consent.consents import Consents
+from cloister.clients.setup.templates import with_values
 from cloister.protocol.errors import CloisterError, ConsentError, PinnedError
+from cloister.tests.parties.federation import SKELLAM, Federation, changed, tiny
 from cloister.tests.tools.command import found, lone_refusal
 from cloister.tests.tools.power import Power
 
@@ -149,3 +151,24 @@ def test_a_damaged_consent_is_no_consent(tmp_path: Path) -> None:
     for run in ("one", "two"):
         with pytest.raises(CloisterError):
             site.take(PLAN, run)
+
+
+def test_the_newest_plans_that_were_asked_for_are_listed_with_their_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation = Federation(tmp_path, tiny(*SKELLAM))
+    site = federation.site(pinned=False)
+    path = federation.sites_folder / site.name / "site.toml"
+    path.write_text(with_values(path.read_text(), {"plan": ""}, str(path)))
+    names = [f"plan-{number}" for number in range(10)]
+    for name in names:
+        with pytest.raises(ConsentError):
+            site.join(federation.join_request(changed(federation.plan, "run", name=name)))
+    listed = found(capsys, "site", "plans", str(path))["plans"]
+    assert [each["name"] for each in listed] == names[:1:-1]
+    assert not any(each["accepted"] for each in listed)
+    assert all("epsilon of a site" in " ".join(each["cost"]) for each in listed)
+    assert found(capsys, "site", "accept", str(path), listed[0]["plan"])["added"]
+    assert site.join(federation.join_request(changed(federation.plan, "run", name=names[-1])))
+    (newest, *_) = found(capsys, "site", "plans", str(path))["plans"]
+    assert (newest["accepted"], newest["taken"]) == (False, 1)
