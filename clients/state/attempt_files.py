@@ -366,5 +366,5 @@ def _unknown(path: Path, how: str) -> StorageError:
         how,
         expected="the file that the site made when it joined the run: without it the site does not know what it has "
         "answered, and could reveal its update",
-        fix="for a new run give the site a new state folder and keep its ledger; do not restore an earlier copy",
+        fix="the site takes part in this run no more; for another one: cloister site accept; do not restore an earlier copy",
     )
