@@ -308,7 +308,7 @@ def _config(path: str) -> SiteConfig:
     return read_config(Path(path))
 
 
-def lay_out(folder: Path) -> tuple[Roster, list[Path]]:
+def lay_out(folder: Path, plan: Plan) -> tuple[Roster, list[Path]]:
     """Give each site an identity, a record and its TOML; the roster, and the TOMLs."""
     names = [f"site-{site}" for site in range(SITES)]
     identities = {name: new_identity() for name in names}
@@ -325,6 +325,7 @@ def lay_out(folder: Path) -> tuple[Roster, list[Path]]:
             "identity": f"{name}.pem",
             "roster": "roster.toml",
             "roster_hash": roster.hash.hex(),
+            "plan": plan.digest(),
             "device": "cpu",
         }
         paths.append(folder / f"{name}.toml")
@@ -353,7 +354,7 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
     spent = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        roster, paths = lay_out(folder)
+        roster, paths = lay_out(folder, plan)
         with (
             LocalGrid(
                 make_client_app,

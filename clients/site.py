@@ -33,7 +33,14 @@ from cloister.clients.setup.config import SiteConfig
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.carried import Carried
-from cloister.clients.state.kept import Kept, Written, check_sent, checked_base, write_pieces
+from cloister.clients.state.kept import (
+    Kept,
+    Written,
+    check_sent,
+    checked_base,
+    run_folder,
+    write_pieces,
+)
 from cloister.clients.training.release import MUST_STAY
 from cloister.clients.training.work import Task, masking
 from cloister.lm.model.layout import Vector
@@ -174,7 +181,7 @@ class Site:
             self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
         self._kept.remember(request, bytes.fromhex(plan.digest()), demands.membership)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
-        demands.pin(plan, request.run)
+        demands.take_consent(plan, request.run)
         if loaded.sums.terms is not None:
             check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
             check_tokenizer(loaded.model.tokenizer, plan.data)
@@ -186,9 +193,10 @@ class Site:
     def agree(self, request: Agree) -> Reply:
         """The site's part of a step of the secure sum that carries no vector.
 
-        `Begin` checks plan, pins and policy, and derives the contract of the attempt. Later steps use what this process
-        has derived, and do not read plan and pins again; another process derives all of it anew. Each step reads the
-        marks and the length of the attempt's file; it reads the messages in the file only if either has changed.
+        `Begin` checks plan, consent and policy, and derives the contract of the attempt. Later steps use what this
+        process has derived, and do not read plan and consent again; another process derives all of it anew. Each step
+        reads the marks and the length of the attempt's file; it reads the messages in the file only if either has
+        changed.
 
         Raises:
             CloisterError: the site refuses.
@@ -229,7 +237,7 @@ class Site:
 
         def make(history: bytes) -> list[Piece]:
             nonlocal seconds
-            with self._kept.turn():
+            with self._kept.turn(told.sum.run):
                 made = self._made(loaded, told, request.model, orders, history, request.tries)
             seconds = made.seconds
             return made.pieces
@@ -237,7 +245,7 @@ class Site:
         def mask(site: SecureSite, pieces: list[Piece]) -> Written:
             if purpose == EVALUATE:
                 return masking(digest)(site, pieces)
-            path = self._kept.update_path(told.sum.round)
+            path = self._kept.update_path(told.sum)
             size, threads = sums.training.size, plan.local.threads
             return loaded.work.mask(site, pieces, path, size=size, instructions=digest, threads=threads)
 
@@ -326,16 +334,15 @@ class Site:
         return self._carried(loaded, sum_id.run).history(sum_id.round)
 
     def _carried(self, loaded: Loaded, run: str) -> Carried:
-        return Carried(self.config.folder, run, loaded.plan.digest(), loaded.sums.model)
+        return Carried(run_folder(self.config.folder, run), loaded.plan.digest(), loaded.sums.model)
 
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
-        """A folder for each run: the answers of one run are kept while other runs continue."""
-        return self.config.folder / "secure" / purpose / hashlib.sha256(run.encode()).hexdigest()[:32]
+        return run_folder(self.config.folder, run) / "secure" / purpose
 
     def _open_attempts(self, plan: Plan, run: str) -> None:
         """Create the files of a run's attempts at its first join; at a later one, check that they are there.
 
-        A site that has pinned a run or keeps its plan, and has lost those files, may have answered in it.
+        A site whose consent the run has taken, or that keeps its plan, and has lost those files, may have answered.
         """
         joined = self._kept.knows(run)
         with contextlib.suppress(PinnedError):
@@ -422,13 +429,12 @@ class Site:
         layout = loaded.sums.of_round(purpose, round_number).layout(purpose)
         facts = {
             "plan": plan.digest(),
-            "run": told.sum.run,
             "model": loaded.sums.model,
             "instructions": instructions_digest(told).hex(),
         }
         if not told.fresh:
             facts["carried"] = history.hex()
-        kept = self._kept.made(purpose, round_number, facts, layout.length, layout.ring.dtype)
+        kept = self._kept.made(told.sum, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.sums.terms is not None:
                 self._spending.check_paid(told.sum.run, round_number)
@@ -448,7 +454,7 @@ class Site:
             return self._carried(loaded, told.sum.run).make(told, history, update, durable=durable)
 
         durable = loaded.sums.terms is not None or plan.aggregation.secure
-        return self._kept.keep(purpose, round_number, write, facts, durable=durable)
+        return self._kept.keep(told.sum, write, facts, durable=durable)
 
     def _update(
         self,

@@ -179,6 +179,10 @@ class PinnedError(SecureSumError):
     """A message belongs to a plan or run that is not the one the site has accepted."""
 
 
+class ConsentError(CloisterError):
+    """A site's people have not consented to the run of a plan."""
+
+
 class RosterError(CloisterError):
     """A card or roster is damaged, inconsistent, or not the one that was agreed on."""
 

@@ -1,4 +1,4 @@
-"""Show a deployed run while it goes on, from the events that its coordinator tells, and its outcome."""
+"""Show a deployed run while it begins and goes on, from the events that its coordinator tells, and its outcome."""
 
 from __future__ import annotations
 
@@ -9,10 +9,61 @@ from pathlib import Path
 
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import Absent, display_for
-from cloister.protocol.errors import EngineError
+from cloister.protocol.errors import ConsentError, EngineError
 from cloister.server.federation.control import command
 from cloister.server.record.events import from_json
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
+from cloister.server.record.progress import Connected, NotJoined, Started
+
+
+def wait_for_join(federation: Path, path: Path, wait_s: float, earlier: int) -> tuple[Started | None, Absent]:
+    """Wait until the sites have answered whether they join a run.
+
+    Args:
+        federation: The folder of the federation.
+        path: The run folder.
+        wait_s: Seconds to wait.
+        earlier: Number of the events of earlier processes, which say nothing of this one.
+
+    Returns:
+        The event that the sites have joined, or None if the time is over; and who takes no part, with the reason.
+
+    Raises:
+        EngineError: too few sites join, or the run ends otherwise before its first round.
+    """
+    until, absent, events = time.monotonic() + wait_s, Absent(), 0
+    for line in command(federation, do="follow", run=str(path)):
+        if "line" in line:
+            events += 1
+            event = from_json(line["line"]) if events > earlier else None
+            match event:
+                case Started():
+                    return event, absent
+                case Connected(missing=missing):
+                    absent.update(missing)
+                    for site in event.sites:
+                        absent.pop(site, None)
+                case NotJoined():
+                    absent.event(event)
+        elif line.get("state", "done") != "done":
+            raise _ended(federation, path, line["state"], line["reason"])
+        if time.monotonic() > until:
+            break
+    return None, absent
+
+
+def _ended(federation: Path, path: Path, state: str, reason: str) -> EngineError:
+    """The error for a run that has failed or was stopped, with what to do."""
+    accept = ""
+    if ConsentError.__name__ in reason:
+        accept = f"let its people accept the plan: cloister site accept SITE.toml {read_plan(path).digest()}; then "
+    return EngineError(
+        "run",
+        str(path),
+        expected=f"one that is finished, and it {'has ' if state == 'failed' else 'was '}{state}"
+        + (f": {reason}" if reason else ""),
+        fix=f"{accept}continue it with: {RunFiles(path).resume_command(str(federation))}",
+    )
 
 
 def follow(federation: Path, path: Path, *, json_: bool) -> int:
@@ -46,13 +97,7 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
             fix=f"see how the run is: cloister status {shlex.quote(str(federation))}",
         )
     if state != "done":
-        raise EngineError(
-            "run",
-            str(path),
-            expected=f"one that is finished, and it {'has ' if state == 'failed' else 'was '}{state}"
-            + (f": {reason}" if reason else ""),
-            fix=f"continue it with: {RunFiles(path).resume_command(str(federation))}",
-        )
+        raise _ended(federation, path, state, reason)
     from cloister.cli.show.outcome import print_outcome, to_json
     from cloister.server.record.outcome import outcome
 

@@ -180,19 +180,25 @@ def _print_cost(
     if secure:
         sections.append(_of_secure_sum(plan, secure))
     if terms:
-        sections.append(_of_privacy(plan, terms))
+        sections.append(privacy_rows(plan, terms))
     for section in sections:
         for row in section:
             table.add_row(*row)
         table.add_section()
     console.print(table)
-    if not terms:
-        warning = "no privacy unit: the model may repeat its training data"
-        console.print(Text(warning, style="bold yellow"))
-    if not secure:
-        warning = "the sum is in clear: the coordinator sees every site's update"
+    for warning in warnings(plan):
         console.print(Text(warning, style="bold yellow"))
     console.print(Text(f"digest {plan.digest()}", style="dim"))
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What a site's people must know before they consent to a plan."""
+    found = []
+    if plan.privacy.unit == "none":
+        found.append("no privacy unit: the model may repeat its training data")
+    if not plan.aggregation.secure:
+        found.append("the sum is in clear: the coordinator sees every site's update")
+    return found
 
 
 def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
@@ -231,7 +237,7 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "more work at the coordinator, about", f"{secure.coordinator_s:.2g} s"
 
 
-def _of_privacy(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
+def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     """What is protected, and what it costs."""
     from cloister.privacy.accounting.claims import unit
     from cloister.privacy.report.figures import at_most

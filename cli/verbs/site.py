@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import CloisterError, DataError, PlanError, one_line
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `request`, `install`, `rotate`, `check` and `start`."""
+    """The actions `request`, `install`, `rotate`, `check`, `plans`, `accept` and `start`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
     _add_work(actions)
@@ -68,7 +69,7 @@ def _add_setup(actions: Actions) -> None:
 
 
 def _add_work(actions: Actions) -> None:
-    """The actions `check` and `start`: the site before a run, and in it."""
+    """The actions `check`, `plans`, `accept` and `start`: the site before a run, and in it."""
     check_ = add_action(actions, _check)
     check_.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_plan(check_)
@@ -81,6 +82,15 @@ def _add_work(actions: Actions) -> None:
         help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
     add_json(check_)
+    plans = add_action(actions, _plans)
+    plans.add_argument("site", metavar="SITE", help="the site's TOML file")
+    add_json(plans)
+    accept = add_action(actions, _accept)
+    accept.add_argument("site", metavar="SITE", help="the site's TOML file")
+    accept.add_argument(
+        "digest", metavar="DIGEST", help="the plan's digest, whole: cloister plan check prints it"
+    )
+    add_json(accept)
     start = add_action(actions, _start)
     start.add_argument("site", metavar="SITE", help="the site's TOML file")
     add_log_format(start)
@@ -190,6 +200,72 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
             fix="compare the records with [data] of the plan",
         )
     return made
+
+
+def _plans(arguments: argparse.Namespace) -> int:
+    """List the plans that the coordinator has asked for without a consent, with their cost.
+
+    List the newest plans, at most 8, that the coordinator has asked the site to join when it had not consented: the
+    name and digest of each, its privacy cost, and whether it is accepted by now. To consent to one run of one of them:
+    cloister site accept.
+    """
+    from cloister.clients.consent.consents import Consents
+    from cloister.clients.setup.config import read_config
+    from cloister.protocol.plan.soundness import from_json
+
+    config = read_config(Path(arguments.site))
+    consents = Consents(config.folder, config.name, config.plan)
+    found, lines = [], []
+    for plan in map(from_json, consents.offers()):
+        digest, name, cost = plan.digest(), plan.run.name, _cost(plan)
+        runs, accepted = len(consents.runs(digest)), consents.is_free(digest)
+        found.append({"name": name, "plan": digest, "accepted": accepted, "taken": runs, "cost": cost})
+        state = "accepted" if accepted else "not accepted"
+        lines += [f"{name}  {state}; runs that have joined: {runs}", f"  digest {digest}"]
+        lines += [f"  {line}" for line in cost]
+    return tell(arguments, {"plans": found}, *(lines or ["no plan was asked for without a consent"]))
+
+
+def _cost(plan: Plan) -> list[str]:
+    """What a plan costs a site's people in privacy, in words."""
+    from cloister.cli.verbs.plan import privacy_rows, warnings
+    from cloister.lm.model.model import count_parameters
+    from cloister.privacy.accounting.terms import terms_of
+
+    try:
+        terms = terms_of(plan, count_parameters(plan).trained)
+    except CloisterError as error:  # of one plan, whose model cannot be read here
+        return [f"not known: {one_line(error)}", *warnings(plan)]
+    return [*(": ".join(row) for row in (privacy_rows(plan, terms) if terms else ())), *warnings(plan)]
+
+
+@_own_files()
+def _accept(arguments: argparse.Namespace) -> int:
+    """Consent to one run of a plan.
+
+    Consent to one run of the plan with this digest; read the plan first. The first run of the plan that the coordinator
+    starts takes the consent, and a further run needs another one: two runs of one plan train the same updates, so that
+    their sums over different sites could show one site's. Where an earlier consent to the plan is not taken yet, none
+    is added. The site may be running.
+    """
+    from cloister.clients.consent.consents import Consents
+    from cloister.clients.setup.config import read_config
+
+    digest = arguments.digest.lower()
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise PlanError(
+            "DIGEST", arguments.digest, expected="64 hex digits, as cloister plan check prints them"
+        )
+    config = _closed(read_config(Path(arguments.site)))
+    consents = Consents(config.folder, config.name, config.plan)
+    added, taken = consents.give(digest), len(consents.runs(digest))
+    return tell(
+        arguments,
+        {"plan": digest, "added": added, "taken": taken},
+        f"accepted  one run of the plan {digest}"
+        + ("" if added else ", which was accepted before and which no run has joined yet: nothing is added"),
+        f"before    {taken} runs of it have joined",
+    )
 
 
 def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:

@@ -1,7 +1,9 @@
 """`cloister submit`: run a plan over the sites of a federation.
 
 Give the coordinator that runs on this machine a plan to run over the sites of its federation. It waits until all sites
-are connected, or after --wait seconds until as many are as the plan needs.
+are connected, or after --wait seconds until as many are as the plan needs. The command ends when the sites have
+answered whether they join; if too few do, it fails and names those that do not. A run that waits for another one, or
+for sites that are not connected, goes on waiting when the command has ended.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.server.federation.control import command
     from cloister.server.federation.deployment import Deployment, check_deployable
     from cloister.server.federation.registry import Registry
-    from cloister.server.record.folder import RunFolder
+    from cloister.server.record.folder import RunFiles, RunFolder
 
     check_again(arguments, RunFolderError)
     wait = 600.0 if arguments.wait is None else arguments.wait
@@ -59,10 +61,32 @@ def run(arguments: argparse.Namespace) -> int:
         path = folder_for(arguments.out, federation / "runs", plan.run.name).absolute()
         with RunFolder.create(path, plan) as folder:
             Deployment(registry.federation.version, wait).write(folder)
+    events = RunFiles(path).events
+    earlier = len(events.read_bytes().splitlines()) if events.exists() else 0
     list(command(federation, do="submit", run=str(path)))
     if arguments.follow:
         from cloister.cli.show.follow import follow
 
         return follow(federation, path, json_=arguments.json)
+    return _joined(arguments, path, Deployment.read(RunFiles(path)).wait_s, earlier)
+
+
+def _joined(arguments: argparse.Namespace, path: Path, wait_s: float, earlier: int) -> int:
+    """Wait for the sites' answers, and tell them."""
+    from cloister.cli.show.follow import wait_for_join
+    from cloister.server.federation.control import command
+    from cloister.server.record.folder import read_plan
+
+    federation = Path(arguments.to)
     how = f"cloister status {shlex.quote(str(federation))} --follow"
-    return tell(arguments, {"run": str(path)}, f"submitted  {path}", f"follow it  {how}")
+    lines = [f"submitted  {path}", f"follow it  {how}"]
+    (found,) = command(federation, do="status")
+    for entry in found["runs"]:
+        if entry["state"] == "running" and entry["run"] != str(path):
+            after = entry["run"]
+            return tell(arguments, {"run": str(path), "after": after}, *lines, f"waits for  {after}")
+    started, absent = wait_for_join(federation, path, wait_s + read_plan(path).cohort.deadline_s, earlier)
+    sites = list(started.sites) if started else []
+    lines.append(f"joined     {', '.join(sites) or 'the run waits for sites'}")
+    lines += [f"absent     {site}: {reason}" for site, reason in absent.items()]
+    return tell(arguments, {"run": str(path), "sites": sites, "absent": absent}, *lines)

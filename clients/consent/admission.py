@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cloister.aggregation.secure.secure_site import Member
-from cloister.clients.consent.pins import Pins
+from cloister.clients.consent.consents import Consents
 from cloister.clients.consent.spending import Spending
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import Membership, SiteConfig
@@ -20,6 +20,7 @@ from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.ledger.policy import Policy, load_policy, offer_of
 from cloister.protocol.errors import (
     BudgetError,
+    ConsentError,
     PlanError,
     PolicyError,
     RosterError,
@@ -58,36 +59,42 @@ class Admission:
         """Check a plan and a run that the site is asked to join, before any work for them.
 
         Raises:
-            PinnedError: the site has joined another plan or run before.
+            ConsentError: no consent to the plan is free for the run.
+            PinnedError: the site has joined the run with another plan.
             PolicyError, BudgetError: its policy does not allow it.
             PlanError: the plan sums in clear, which its configuration does not allow.
             RosterError: its roster has not as many sites as the plan.
         """
         self.check_secure(plan)
-        self._pins.check_free(plan, run)
+        try:
+            self._consents.check_free(plan.digest(), run)
+        except ConsentError:
+            self._consents.keep_offer(plan.digest(), plan.to_json())
+            raise
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
         if self._config.policy:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
-    def pin(self, plan: Plan, run: str) -> None:
-        """Join a plan and a run, durably: the site joins no other after this.
+    def take_consent(self, plan: Plan, run: str) -> None:
+        """Take a consent to the plan for the run, durably: no other run takes it after this.
 
         Raises:
-            PinnedError: the site joined another before.
-            StorageError: the pin cannot be kept.
+            ConsentError: no consent is free.
+            PinnedError: the site has joined the run with another plan.
+            StorageError: it cannot be kept.
         """
-        self._pins.join(plan, run)
+        self._consents.take(plan.digest(), run)
 
     def check(self, plan: Plan, run: str) -> None:
-        """Check that a message belongs to the plan and run that the site has joined.
+        """Check that a message belongs to a run that the site has joined, and to its plan.
 
         Raises:
             PinnedError: it does not.
             PlanError: the plan sums in clear, which the configuration does not allow.
         """
         self.check_secure(plan)
-        self._pins.check(plan, run)
+        self._consents.check(plan.digest(), run)
 
     def check_secure(self, plan: Plan) -> None:
         """Refuse a sum in clear that the configuration does not allow, and a masked one without a valid identity.
@@ -262,8 +269,8 @@ class Admission:
         return sign_refusal(identity, site=name, run=run, plan=plan, reason=reason)
 
     @property
-    def _pins(self) -> Pins:
-        return Pins(self._config.folder / "secure" / "pins", self._config.name, self._config.plan)
+    def _consents(self) -> Consents:
+        return Consents(self._config.folder, self._config.name, self._config.plan)
 
 
 @lru_cache(maxsize=64)

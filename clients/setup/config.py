@@ -48,8 +48,8 @@ class SiteConfig(Section):
     roster_hash: str = ""
     """Hash of that roster, in hex: the site refuses any other."""
     plan: str = ""
-    """Digest of the one plan under masks that it takes part in; `cloister plan check PLAN.toml` prints it. Read the
-    plan first, then set its digest. Empty: the first plan that it is asked to join, and no other."""
+    """Digest of a plan: consent to its first run. `cloister plan check PLAN.toml` prints it; read the plan first.
+    `cloister site accept` consents to further runs, and to other plans. Empty: to none."""
     secure: bool = True
     """Take part only in plans that sum under masks; `false` lets the coordinator see every update."""
     minimum_cohort: Annotated[int, Field(ge=SMALLEST_COHORT)] = SMALLEST_COHORT

@@ -7,7 +7,7 @@ synced, so a power cut can tear the newest write only, and no message that depen
 damaged later. Then `attempt` still says what was joined last, and `revealed` what was answered last, and the site goes
 on with that: it forgets nothing. If both slots are damaged, or one of them and `attempt` or `revealed`, or the file is
 missing or has another length, the site does not know what it has answered, and refuses everything (`StorageError`).
-That all files are an earlier copy is not noticed. They are created once, durably, before the site pins its run
+That all files are an earlier copy is not noticed. They are created once, durably, before the run takes a consent
 (`create`), and never again.
 
 `attempt` holds the secret seed of the current attempt, the history that the site advertises in it and the messages
@@ -366,5 +366,6 @@ def _unknown(path: Path, how: str) -> StorageError:
         how,
         expected="the file that the site made when it joined the run: without it the site does not know what it has "
         "answered, and could reveal its update",
-        fix="for a new run give the site a new state folder and keep its ledger; do not restore an earlier copy",
+        fix="the site takes part in this run no more; do not restore an earlier copy; for another run: cloister site "
+        "accept",
     )

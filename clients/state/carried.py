@@ -11,10 +11,9 @@ A sum is over sites of one history, or its instructions are `fresh`, and then no
 (`secure_site.py`, check 4e). What is carried after a fresh round depends on that round alone.
 
 Each round that made an update has a folder `carried/<round>` with what the update left, and `history.json`, which has
-run, plan, model and the hash of each other file: a site whose newest state is damaged, or of another run or model,
-carries nothing. The
-folder is made whole with the update, and the one before is kept: an update that is made again after a crash starts from
-the same state, because only earlier rounds are looked at.
+plan, model and the hash of each other file: a site whose newest state is damaged, or of another model, carries nothing.
+The folder is made whole with the update, and the one before is kept: an update that is made again after a crash starts
+from the same state, because only earlier rounds are looked at.
 """
 
 from __future__ import annotations
@@ -56,15 +55,14 @@ class Carried:
     """What a site carries through a run.
 
     Args:
-        state: The site's state folder.
-        run: Identity of the run.
+        folder: The folder of the run in the site's state folder.
         plan: Digest of the plan.
         model: As `Sums.model`: what was made with another model is not carried on.
     """
 
-    def __init__(self, state: Path, run: str, plan: str, model: str) -> None:
-        self._folder = state / "carried"
-        self._of = {"run": run, "plan": plan, "model": model}
+    def __init__(self, folder: Path, plan: str, model: str) -> None:
+        self._folder = folder / "carried"
+        self._of = {"plan": plan, "model": model}
 
     def history(self, round_number: int) -> bytes:
         """The history of what the site carries into a round."""
@@ -105,7 +103,7 @@ class Carried:
         return made[0]
 
     def _newest(self, before: int) -> _State:
-        """What the newest update of an earlier round has left, if it was of this run and nothing of it is damaged."""
+        """What the newest update of an earlier round has left, if it was of this model and nothing of it is damaged."""
         rounds = [int(path.name) for path in self._folder.glob("?????*") if path.name.isdigit()]
         newest = max((number for number in rounds if number < before), default=None)
         if newest is None:

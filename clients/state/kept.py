@@ -1,6 +1,8 @@
 """The files of a site that later messages need: the plan that it joined, the base model, what it made for sums.
 
-The attempts of the secure sum (`attempt_files.py`) and the tokenised data (`lm/text/data.py`) have their own files.
+Each run has a folder of its own in the state folder (`run_folder`), so that no run replaces a file of another. It also
+has the attempts of the secure sum (`attempt_files.py`) and what updates carry (`carried.py`). Runs share the base
+models, the tokenised data (`lm/text/data.py`), the ledger, the rounding key and the consents (`consents.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from cloister.protocol.errors import PinnedError, StaleError, StepError, Storage
 from cloister.protocol.machine.storage import on_disk, write_bytes, write_file, write_new
 from cloister.protocol.messages.blocks import all_finite
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose, SumId
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 
@@ -46,6 +48,16 @@ class Written:
     """The pieces."""
     seconds: float = 0.0
     """Seconds in which an update was trained."""
+
+
+def run_folder(state: Path, run: str) -> Path:
+    """The folder of a run in a site's state folder; the run's identity is the coordinator's text, so it is hashed."""
+    return state / "runs" / run_id(run)
+
+
+def run_id(run: str) -> str:
+    """A name of a run that is safe in a path: 32 hex digits."""
+    return hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
 class Kept:
@@ -136,7 +148,7 @@ class Kept:
         return find(digest, read), base_hash
 
     def _joined(self, run: str) -> Path:
-        return self._state / "runs" / f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.json"
+        return run_folder(self._state, run) / "joined.json"
 
     def _read(self, run: str) -> dict[str, str] | None:
         """What `remember` kept of a run; None where it kept nothing that is whole."""
@@ -162,15 +174,15 @@ class Kept:
     # Finished updates and totals, so that no retry trains or evaluates again, and what is masked again is the same.
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Take the lock on what is kept: of two processes that are asked for one update, one makes it.
+    def turn(self, run: str) -> Iterator[None]:
+        """Take the lock on what is kept of a run: of two processes that are asked for one update, one makes it.
 
         Raises:
             StepError: another process has it. It may still be training for an earlier attempt; a later one gets what it
                 has made.
             StorageError: the disk refuses the access.
         """
-        path = self._state / "update.lock"
+        path = run_folder(self._state, run) / "update.lock"
         with on_disk(path):
             lock = path.open("wb")
         with lock:
@@ -200,27 +212,25 @@ class Kept:
             )
         return hmac.digest(key, run.encode(), "sha256")
 
-    def update_path(self, round_number: int) -> Path:
+    def update_path(self, about: SumId) -> Path:
         """Where the finished update of a round is kept."""
-        return update_path(self._state, round_number)
+        return update_path(run_folder(self._state, about.run), about.round)
 
     def keep(
         self,
-        purpose: Purpose,
-        round_number: int,
+        about: SumId,
         write: Callable[[Path], Written],
         facts: Mapping[str, str],
         *,
         durable: bool,
     ) -> Written:
-        """Keep what the site has made for a sum, and remove the same of other rounds.
+        """Keep what the site has made for a sum, and remove the same of other rounds of the run.
 
         The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
         file, which is written last, so that a vector is valid only if both agree.
 
         Args:
-            purpose: What the sum is of.
-            round_number: The round.
+            about: The sum.
             write: Writes the vector that is summed, before its masks, into a new file that only its owner may read
                 (`write_pieces`).
             facts: The inputs that the vector depends on; `made` returns it for the same facts only.
@@ -232,53 +242,46 @@ class Kept:
         Raises:
             StorageError: the disk is full.
         """
-        path = _path(self._state, purpose, round_number)
+        folder = run_folder(self._state, about.run)
+        path = _path(folder, about.purpose, about.round)
         written: list[Written] = []
         write_file(path, lambda temporary: written.append(write(temporary)), durable=durable)
         entries = [[offset, size, digest.hex()] for offset, size, digest in written[0].manifest]
         sealed = {"facts": dict(facts), "manifest": entries, "seconds": written[0].seconds}
         write_bytes(path.with_suffix(".json"), json.dumps(sealed).encode(), durable=durable)
         kept = (path, path.with_suffix(".json"))
-        for old in self._state.glob(f"{_NAMES[purpose]}-*"):
+        for old in folder.glob(f"{_NAMES[about.purpose]}-*"):
             if old not in kept:
                 old.unlink(missing_ok=True)
         return written[0]
 
     def made(
-        self,
-        purpose: Purpose,
-        round_number: int,
-        facts: Mapping[str, str],
-        length: int,
-        dtype: npt.DTypeLike,
+        self, about: SumId, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
     ) -> Written | None:
         """What the site has made for a sum if it is whole, of this length and type; None if there is none.
 
         Its pieces are mapped from the file, copied on a write; a change does not reach the file.
 
         Args:
-            purpose: What the sum is of.
-            round_number: The round.
+            about: The sum.
             facts: As for `keep`.
             length: Elements of the vector.
             dtype: The ring's.
 
         Raises:
-            StaleError: the site has made it in the same run from other facts.
+            StaleError: the site has made it from other facts.
         """
-        path = _path(self._state, purpose, round_number)
+        path = _path(run_folder(self._state, about.run), about.purpose, about.round)
         try:
             sealed = json.loads(path.with_suffix(".json").read_bytes())
             others = {name for name, value in facts.items() if sealed["facts"].get(name) != value}
-            if others and others.isdisjoint(("plan", "run")):
-                name = _NAMES[purpose]
+            if others:
+                name = _NAMES[about.purpose]
                 raise StaleError(
-                    f"{name} of round {round_number}",
+                    f"{name} of round {about.round}",
                     " and ".join(sorted(others)),
                     expected=f"the same as when this site made its {name} of the round: there is one {name} in a round",
                 )
-            if others:
-                return None
             manifest = tuple(
                 (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
             )
@@ -324,16 +327,16 @@ def check_sent(what: str, vector: Vector, named: bytes) -> None:
         raise UpdateError(what, "non-finite", expected="finite numbers")
 
 
-def update_path(state: Path, round_number: int) -> Path:
-    """Where a site with a state folder keeps its finished update of a round; the facts are beside it, in JSON."""
-    return _path(state, TRAIN, round_number)
+def update_path(folder: Path, round_number: int) -> Path:
+    """Where a site keeps its finished update of a round in the folder of the run; the facts are beside it, in JSON."""
+    return _path(folder, TRAIN, round_number)
 
 
 _NAMES: dict[Purpose, str] = {TRAIN: "update", EVALUATE: "totals"}
 
 
-def _path(state: Path, purpose: Purpose, round_number: int) -> Path:
-    return state / f"{_NAMES[purpose]}-{round_number:05d}.ring"
+def _path(folder: Path, purpose: Purpose, round_number: int) -> Path:
+    return folder / f"{_NAMES[purpose]}-{round_number:05d}.ring"
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> Written:

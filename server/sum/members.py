@@ -18,6 +18,9 @@ from cloister.protocol.messages.refusal import printable, verify_refusal
 from cloister.protocol.plan.plan import FASTEST, SLOWEST, Plan
 from cloister.server.sum.channel import Channel, Failure, Streaming
 
+_NAMED = 10
+"""Nodes that did not join, of which the reason why a run cannot begin names each."""
+
 
 class Members:
     """The sites that have joined a run, by name.
@@ -62,7 +65,8 @@ class Members:
         self._refusals: list[Failure] = []
         reasons = self.admit()
         if len(self._nodes) < plan.cohort.needed():
-            why = f" ({reasons[0]})" if reasons else ""
+            more = f"; and {len(reasons) - _NAMED} more" * (len(reasons) > _NAMED)
+            why = f" ({'; '.join(reasons[:_NAMED])}{more})" if reasons else ""
             raise EngineError(
                 "sites",
                 len(self._nodes),

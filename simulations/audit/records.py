@@ -140,13 +140,13 @@ class RecordGame:
         first, second = TrainedBy(planted), TrainedBy(partial(Repeating, observed=observed))
         name = self.site.name
         simulated = Simulated(noise=partial(noises, name), bases=self.folder)
-        site = Site(self._config("first", records=True), first, simulated=simulated)
+        site = Site(self._config("first", plan, records=True), first, simulated=simulated)
         empty = replace(
             simulated,
             noise=partial(noises, f"{name} without records"),
             sequences=lambda: prepared(plan, 0),
         )
-        repeated = Site(self._config("second", records=False), second, simulated=empty)
+        repeated = Site(self._config("second", plan, records=False), second, simulated=empty)
         different = self._play((site, repeated), plan, rounds_played, observed)
         charged = self._charged(site)
         claimed = epsilon_of(charged, terms.delta, terms.accountant)
@@ -166,8 +166,9 @@ class RecordGame:
             checks,
         )
 
-    def _config(self, folder: str, *, records: bool) -> SiteConfig:
-        return house(self.folder / folder, self.site, records=records, name=self.site.name, secure=False)
+    def _config(self, folder: str, plan: Plan, *, records: bool) -> SiteConfig:
+        fields = {"name": self.site.name, "plan": plan.digest(), "secure": False}
+        return house(self.folder / folder, self.site, records=records, **fields)
 
     def _charged(self, site: Site) -> list[SampledGaussian]:
         """What the site's own ledger was charged."""

@@ -243,6 +243,7 @@ class Federation:
                 identity=str(identity),
                 roster=str(folder / "roster.toml"),
                 roster_hash=roster.hash.hex(),
+                plan=plan.digest(),
                 secure=plan.aggregation.secure,
             )
             save_identity(identities[name], identity)

@@ -25,7 +25,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state import attempt_files
-from cloister.clients.state.kept import ROUNDING_KEY, Kept, update_path
+from cloister.clients.state.kept import ROUNDING_KEY, Kept, run_folder, update_path
 from cloister.clients.training.work import Here
 from cloister.lm.model.model import from_config
 from cloister.lm.text.tokenizer import byte_tokenizer
@@ -34,6 +34,7 @@ from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.policy import Policy
 from cloister.protocol.errors import (
     AnsweredError,
+    ConsentError,
     MemberError,
     PinnedError,
     PlanError,
@@ -84,6 +85,7 @@ from cloister.tests.parties.federation import (
     SKELLAM,
     Federation,
     changed,
+    consents_of,
     tiny,
     whole,
 )
@@ -259,7 +261,7 @@ def test_a_model_that_is_not_finite_is_refused_before_a_record_is_used(
 # One plan, one run.
 
 
-@pytest.mark.parametrize("pinned", [True, False], ids=["pinned in its TOML", "pinned by its first join"])
+@pytest.mark.parametrize("pinned", [True, False], ids=["named in its TOML", "accepted by a command"])
 def test_a_plan_cannot_change_in_the_middle_of_an_attempt(federation: Federation, pinned: bool) -> None:
     attack, plan = Attack(federation, pinned=pinned), federation.plan
     inboxes, site = attack.deal(), attack.sites[0]
@@ -287,7 +289,7 @@ def test_one_plan_is_one_run(federation: Federation) -> None:
     for act in acts:
         with raises(PinnedError, "run", says="was asked"):
             act()
-    with raises(PinnedError, "run", says="same updates"):
+    with pytest.raises(ConsentError):
         site.join(federation.join_request(run="an0ther"))
     for act in acts:  # the join that was refused has opened nothing
         with pytest.raises(PinnedError):
@@ -295,7 +297,7 @@ def test_one_plan_is_one_run(federation: Federation) -> None:
     assert attack.contribute(site, inboxes[site.name]).statement
 
 
-def test_a_message_of_a_run_that_was_not_joined_pins_nothing(federation: Federation) -> None:
+def test_a_message_of_a_run_that_was_not_joined_takes_no_consent(federation: Federation) -> None:
     site = federation.site()
     begin = Begin(1, 1, bytes(32))
     with raises(PinnedError, "run", says="was asked"):
@@ -303,14 +305,32 @@ def test_a_message_of_a_run_that_was_not_joined_pins_nothing(federation: Federat
     site.join(federation.join_request())
 
 
-def test_a_pinned_plan_is_the_only_one(federation: Federation) -> None:
+def test_a_site_joins_no_plan_that_its_people_did_not_consent_to(federation: Federation) -> None:
     renamed = changed(federation.plan, "run", name="same-but-for-the-name")
-    with raises(PinnedError, "digest of the plan", says="site-000 has pinned"):
+    with pytest.raises(ConsentError):
         federation.site().join(federation.join_request(renamed))
-    # Without a pin in its TOML, the first plan that a site joins is the only one.
+    with pytest.raises(ConsentError):
+        federation.site(pinned=False).join(federation.join_request())
     loose = federation.joined(1, plan=renamed, pinned=False)
-    with pytest.raises(PinnedError):
+    with pytest.raises(ConsentError):
         loose.join(federation.join_request(run="0ther"))
+
+
+def test_a_run_has_one_plan(federation: Federation) -> None:
+    site, other = federation.joined(), changed(federation.plan, "run", name="other")
+    consents_of(site).give(other.digest())
+    with pytest.raises(PinnedError):
+        site.join(federation.join_request(other))
+    assert not consents_of(site).runs(other.digest())
+
+
+def test_the_files_of_a_run_may_be_removed_but_it_is_not_begun_again(federation: Federation) -> None:
+    attack = Attack(federation)
+    attack.carry_through(())
+    for site in attack.sites:
+        shutil.rmtree(run_folder(site.config.folder, RUN))
+        with pytest.raises(StorageError):
+            site.join(federation.join_request())
 
 
 def test_a_join_that_is_repeated_changes_nothing(federation: Federation) -> None:
@@ -483,7 +503,7 @@ def test_an_update_with_other_noise_is_not_masked_in_its_place(tmp_path: Path) -
     attack = Attack(federation, clip=1.0)
     site, inbox = attack.sites[0], attack.deal()[federation.names[0]]
     first = attack.contribute(site, inbox, clip=1.0)
-    update_path(site.config.folder, 1).unlink()
+    update_path(run_folder(site.config.folder, RUN), 1).unlink()
     with raises(StaleError, "update of round 1", says="lost"):
         attack.contribute(site, inbox, clip=1.0)
     assert first.statement is not None
@@ -513,7 +533,7 @@ def test_a_model_that_fails_on_a_record_makes_no_dropout_of_a_site_that_is_the_u
 def test_what_a_site_keeps_is_readable_by_its_owner_alone(federation: Federation) -> None:
     attack = Attack(federation)
     attack.contribute(attack.sites[0], attack.deal()[attack.sites[0].name])
-    (update,) = attack.sites[0].config.folder.glob("update-*.ring")
+    (update,) = attack.sites[0].config.folder.glob("runs/*/update-*.ring")
     assert update.stat().st_mode & 0o077 == 0
 
 
@@ -524,7 +544,7 @@ def test_rounding_is_a_secret_of_the_site(federation: Federation) -> None:
         folder = federation.folder / state
         site = federation.joined(plan=plan, secure=False, state=str(folder), pinned=False)
         made.append(whole(site.contribute(federation.request(plan=plan)))[: federation.layout.size])
-        update_path(site.config.folder, 1).unlink()  # the next one makes it again
+        update_path(run_folder(site.config.folder, RUN), 1).unlink()  # the next one makes it again
     one, again, other = (vector.view(np.int32).astype(int) for vector in made)
     assert np.array_equal(one, again)
     assert np.abs(other - one).max() == 1, "both round the same update"
@@ -589,7 +609,7 @@ def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_masked_one(
         first.carry_through(left_out=())
     else:
         first.fold()
-    update_path(first.sites[0].config.folder, 1).unlink()
+    update_path(run_folder(first.sites[0].config.folder, RUN), 1).unlink()
     with raises(StaleError, "update of round 1", says="lost"):
         Attack(federation, attempt=2).fold()
 
@@ -685,7 +705,7 @@ class Damage(Attack):
 
     def _damage(self, site: Site, step: Step) -> None:
         if step is self.step:
-            (file,) = site.config.folder.glob(f"secure/{TRAIN}/*/marks")
+            (file,) = site.config.folder.glob(f"runs/*/secure/{TRAIN}/marks")
             slots = [bytearray(part) for part in (file.read_bytes()[:4096], file.read_bytes()[4096:])]
             found = [attempt_files._marks_in(RUN, bytes(slot)) for slot in slots]
             order = sorted((marks.writes, place) for place, marks in enumerate(found) if marks is not None)
@@ -914,10 +934,12 @@ def test_a_roster_of_another_size_than_the_plans_is_refused_at_the_join(
 ) -> None:
     """Ring, draw and threshold are computed from cohort.sites: more sites would wrap the ring of an evaluation."""
     plan = changed(federation.plan, "cohort", sites=sites)
-    site = federation.site(pinned=False)
+    site = federation.consenting(plan=plan)
     with raises(RosterError, "roster", says=("4 sites", f"expected {sites} sites", "set cohort.sites = 4")):
         site.answer(federation.join_request(plan))
-    site.answer(federation.join_request())  # nothing was pinned
+    with pytest.raises(ConsentError):
+        site.answer(federation.join_request())
+    assert federation.consenting().answer(federation.join_request())
 
 
 def test_in_clear_a_roster_does_not_say_who_takes_part(federation: Federation) -> None:
@@ -953,8 +975,8 @@ def test_a_site_signs_its_answer_to_the_join_that_it_was_asked(federation: Feder
 
 
 def test_a_site_without_an_identity_joins_sums_in_clear_without_a_signature(federation: Federation) -> None:
-    site = federation.site(secure=False, pinned=False, identity="", roster="")
     plan = in_clear(federation.plan)
+    site = federation.consenting(plan=plan, secure=False, identity="", roster="")
     assert site.answer(federation.join_request(plan)) == Joined("site-000", b"")
 
 
@@ -1019,8 +1041,8 @@ def test_a_process_that_restarts_in_an_attempt_answers_the_same(federation: Fede
     assert isinstance(told(requests[site.name]), Reveal)
 
 
-@pytest.mark.parametrize("file", ["secure/pins/run-of-*", "secure/pins/plan-of-*", "runs/*.json"])
-def test_a_pin_or_plan_that_changes_in_an_attempt_counts_in_a_new_process_and_at_the_next_attempt(
+@pytest.mark.parametrize("file", ["consents/*.taken", "consents/run-*", "runs/*/joined.json"])
+def test_a_consent_or_plan_that_changes_in_an_attempt_counts_in_a_new_process_and_at_the_next_attempt(
     federation: Federation, file: str
 ) -> None:
     attack = in_own_processes(federation)
@@ -1073,7 +1095,7 @@ def test_the_attempt_in_memory_answers_for_its_own_sum_alone(federation: Federat
     for other in others:
         with pytest.raises(SecureSumError):
             attack.agree(site, survivors, **other)
-    (pin,) = site.config.folder.glob("secure/pins/run-of-*")
+    (pin,) = site.config.folder.glob("consents/*.taken")
     # What is derived again is refused now: none of those messages has dropped the attempt.
     pin.write_bytes(b"0ther")
     assert isinstance(attack.agree(site, survivors), Confirm)
@@ -1129,7 +1151,7 @@ def test_an_edit_of_its_configuration_leaves_one_attempt_of_a_site_in_memory(fed
     survivors, edited = attack.coordinator.survivors(), federation.site(resident=resident, minimum_cohort=4)
     assert isinstance(attack.agree(edited, survivors), Confirm)
     assert len(resident.opened) == 1
-    (pin,) = site.config.folder.glob("secure/pins/run-of-*")
+    (pin,) = site.config.folder.glob("consents/*.taken")
     joined = pin.read_bytes()
     pin.write_bytes(b"0ther")
     with pytest.raises(PinnedError):  # edited back, it derives the attempt again
@@ -1194,9 +1216,9 @@ def test_a_join_is_on_disk_before_it_is_answered(
                 federation.joined(state=state, pinned=False)
             power.cut()
             site = federation.site(state=state, pinned=False)
-            with raises(PinnedError, "run", says="same updates"):
+            with pytest.raises(ConsentError):
                 site.join(federation.join_request(run="an0ther"))
-            with raises(PinnedError, "plan"):
+            with pytest.raises(ConsentError):
                 site.join(federation.join_request(changed(federation.plan, "local", steps=1), "an0ther"))
             for purpose in (TRAIN, EVALUATE):
                 assert site.agree(Agree(federation.sum_id(purpose=purpose), begin))
@@ -1204,7 +1226,7 @@ def test_a_join_is_on_disk_before_it_is_answered(
     assert sync > 20
 
 
-def test_a_message_relies_on_no_pin_that_is_not_on_disk(
+def test_a_message_relies_on_no_consent_that_is_not_on_disk(
     federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site was killed in the join; the coordinator does not ask it to join again, but to take part."""
@@ -1222,17 +1244,19 @@ def test_a_message_relies_on_no_pin_that_is_not_on_disk(
                 answered = True
             power.cut()
             if answered:
-                with raises(PinnedError, "run", says="same updates"):
+                with pytest.raises(ConsentError):
                     federation.joined(state=state, pinned=False, run="an0ther")
         sync += 1
 
 
-def test_a_site_that_lost_its_marks_and_its_pins_refuses_the_run(federation: Federation) -> None:
+def test_a_site_that_lost_its_marks_and_its_consents_refuses_the_run(federation: Federation) -> None:
     """It keeps the run's plan, so it may have answered in it."""
     attack = Attack(federation)
     attack.carry_through(())
     for site in attack.sites:
-        shutil.rmtree(site.config.folder / "secure")
+        shutil.rmtree(site.config.folder / "consents")
+        for folder in site.config.folder.glob("runs/*/secure"):
+            shutil.rmtree(folder)
         with raises(StorageError, "marks", says="missing"):
             site.join(federation.join_request())
 
@@ -1242,7 +1266,9 @@ def test_the_difference_of_two_sums_is_an_update_if_sites_forget_what_they_joine
 ) -> None:
     Attack(federation).carry_through(())
     for site in (federation.site(index) for index in range(len(federation.names))):
-        shutil.rmtree(site.config.folder / "secure")
+        shutil.rmtree(site.config.folder / "consents")
+        for folder in site.config.folder.glob("runs/*/secure"):
+            shutil.rmtree(folder)
     monkeypatch.setattr(Kept, "knows", lambda *_: False)  # removes the guard
     federation.resident = Resident()
     Attack(federation, attempt=2).carry_through((federation.names[-1],))
@@ -1250,10 +1276,10 @@ def test_the_difference_of_two_sums_is_an_update_if_sites_forget_what_they_joine
 
 @pytest.mark.slow
 def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> None:
-    """It has pinned the run, so it may have answered in it."""
+    """The run has taken its consent, so it may have answered in it."""
     attack = Attack(federation)
     inboxes, site = attack.deal(), attack.sites[0]
-    for marks in site.config.folder.glob("secure/*/*/marks"):
+    for marks in site.config.folder.glob("runs/*/secure/*/marks"):
         whole = marks.read_bytes()
         marks.unlink()
         with raises(StorageError, "marks", says="missing"):

@@ -74,6 +74,10 @@ def test_the_page_runs_a_federation(operators: Operators) -> None:
                 assert "3 of 3 sites are connected" in printed
             case ["report", *_]:
                 assert "1.19" in printed
+    for command in commands("A second run"):
+        operators.type(command)
+    assert "joined     " in operators.printed[command]
+    operators.type("cloister status federation --follow")
     for command in commands("Services"):
         operators.type(command)
     for party in (SITE, COORDINATOR, *OTHERS):

@@ -20,6 +20,7 @@ from cloister.aggregation.features.balance import LocalSteps
 from cloister.aggregation.features.compression import Scales
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.span import manifest_of
+from cloister.clients.consent.consents import Consents
 from cloister.clients.network.serve import Served, serve
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
@@ -259,7 +260,7 @@ class Federation:
         Args:
             index: Its number.
             policy: Its policy, as TOML; empty: it has none.
-            pinned: Whether its TOML names the federation's plan; otherwise the first that it joins is the only one.
+            pinned: Whether its TOML names the federation's plan; otherwise it consents to none.
             resident: What its process has in memory; by default all sites share one process.
             noise: Source of its noise.
             config: Fields of its `SiteConfig`.
@@ -277,15 +278,25 @@ class Federation:
             simulated = replace(simulated, noise=noise)
         return Site(changed_config, resident or self.resident, simulated=simulated)
 
+    def consenting(self, index: int = 0, *, plan: Plan | None = None, **options: Any) -> Site:
+        """A site whose TOML names no plan, and which has consented to one run of this one, unless it has before."""
+        site = self.site(index, pinned=False, **options)
+        digest, consents = (plan or self.plan).digest(), consents_of(site)
+        if not consents.runs(digest):
+            consents.give(digest)
+        return site
+
     def entries(self, index: int = 0) -> tuple[Entry, ...]:
         """What a site's ledger has, read by another connection: what is committed."""
         name = self.names[index]
         path = self.sites_folder / name / "ledger.sqlite"
         return Ledger(path, name, composed).entries() if path.exists() else ()
 
-    def joined(self, index: int = 0, *, plan: Plan | None = None, run: str = RUN, **options: Any) -> Site:
-        """A site that has joined the run."""
-        site = self.site(index, **options)
+    def joined(
+        self, index: int = 0, *, plan: Plan | None = None, run: str = RUN, pinned: bool = True, **options: Any
+    ) -> Site:
+        """A site that has joined the run; one whose TOML names no plan has consented to one run of this one."""
+        site = self.site(index, **options) if pinned else self.consenting(index, plan=plan, **options)
         site.join(self.join_request(plan, run))
         return site
 
@@ -361,6 +372,11 @@ class Federation:
     def members(self, run: str = RUN, refused: Callable[[Failure], None] = lambda _failure: None) -> Members:
         """The sites, joined."""
         return Members(self.channel, self.plan, run, refused, roster=self.roster)
+
+
+def consents_of(site: Site) -> Consents:
+    """What a site has consented to."""
+    return Consents(site.config.folder, site.name, site.config.plan)
 
 
 class VectorSite:

@@ -136,9 +136,8 @@ class Operators:
             self._send(COORDINATOR, site, "first.toml")
 
     def accept_plan(self, digest: str) -> None:
-        """At every site: take part in the plan with this digest, and in no other."""
-        for site in self.sites:
-            self.set(site, plan=digest)
+        """Read the digest of the plan that the page's next command names."""
+        self.told["DIGEST"] = digest
 
     def set(self, site: str, **values: str) -> None:
         """Change settings in a site's TOML."""

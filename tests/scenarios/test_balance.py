@@ -25,6 +25,7 @@ from cloister.cli.main import main
 from cloister.clients.network.serve import serve
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Site
+from cloister.clients.state.kept import run_folder
 from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.protocol.errors import BalanceError, EngineError, PlanError, StaleError, UpdateError
 from cloister.protocol.messages.digest import instructions_digest
@@ -414,7 +415,7 @@ def test_a_site_goes_through_the_plans_learning_rates_in_any_number_of_steps(
     for number, own in ((1, 8), (2, 2)):  # and the second round loads the state of the first
         site.contribute(federation.request(number=number, steps=one(own, 0, federation.steps())))
     assert numbers == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 6]
-    assert (site.config.folder / "carried" / "00002" / "moments").exists()
+    assert (run_folder(site.config.folder, RUN) / "carried" / "00002" / "moments").exists()
 
 
 # What the coordinator does.

@@ -20,7 +20,7 @@ from cloister.aggregation.vector.rotation import ROTATED, hadamard_transform, si
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Site
 from cloister.clients.state.carried import Carried
-from cloister.clients.state.kept import Kept, update_path
+from cloister.clients.state.kept import Kept, run_folder, update_path
 from cloister.lm.model.layout import Vector
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import Bench
@@ -122,11 +122,13 @@ class Rounds:
         for site in self.sites:
             with raises(AgreementError, "history of carried state"):
                 site.contribute(self.federation.request(inbox=inboxes[site.name], **about))
-            assert not update_path(site.config.folder, number).exists()
+            assert not update_path(run_folder(site.config.folder, RUN), number).exists()
 
     def of(self, site: Site, number: int) -> npt.NDArray[np.int64]:
         """What a site has sent in a round, without its masks."""
-        return self.integers(np.fromfile(update_path(site.config.folder, number), self.layout.ring.dtype))
+        return self.integers(
+            np.fromfile(update_path(run_folder(site.config.folder, RUN), number), self.layout.ring.dtype)
+        )
 
     @property
     def layout(self) -> SumLayout:
@@ -202,8 +204,8 @@ def test_an_earlier_round_that_ends_after_the_histories_were_checked_changes_no_
     turn = Kept.turn
 
     @contextmanager
-    def late(kept: Kept) -> Iterator[None]:
-        with turn(kept):
+    def late(kept: Kept, run: str) -> Iterator[None]:
+        with turn(kept, run):
             end_late(rounds)
             yield
 
@@ -239,7 +241,7 @@ def end_late(rounds: Rounds) -> None:
     alone = rounds.federation.told(number=2, fresh=True)
     federation = rounds.federation
     model = Sums.over(federation.plan, federation.layout, b"").model
-    carried = Carried(rounds.victim.config.folder, RUN, federation.plan.digest(), model)
+    carried = Carried(run_folder(rounds.victim.config.folder, RUN), federation.plan.digest(), model)
     carried.make(alone, NOTHING_CARRIED, lambda _carry: None, durable=False)
 
 
@@ -247,7 +249,7 @@ def makes_no_update(rounds: Rounds, inboxes: dict[str, Inbox]) -> None:
     """The victim refuses round 3 before it trains."""
     with raises(StepError, "carried state"):
         rounds.victim.answer(rounds.federation.request(inbox=inboxes[rounds.victim.name], **THIRD))
-    assert not update_path(rounds.victim.config.folder, 3).exists()
+    assert not update_path(run_folder(rounds.victim.config.folder, RUN), 3).exists()
 
 
 @pytest.mark.parametrize(("settings", "file"), [(KEPT, "moments"), (EIGHT_BITS, "residual")])
@@ -260,7 +262,7 @@ def test_a_site_whose_carried_state_is_damaged_carries_nothing(
     rounds.round(1, rounds.sites, model, fresh=True)
     about: dict[str, Any] = {"number": 2, "fresh": False}
     _, inboxes = rounds.begin(rounds.federation.told(**about), rounds.sites)
-    path = victim.config.folder / "carried" / "00001" / file
+    path = run_folder(victim.config.folder, RUN) / "carried" / "00001" / file
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -282,17 +284,15 @@ def carries_nothing(rounds: Rounds) -> None:
 
 
 @pytest.mark.parametrize("settings", [KEPT, EIGHT_BITS], ids=["moments", "residuals"])
-def test_a_site_that_was_in_another_run_meanwhile_carries_nothing(
-    tmp_path: Path, settings: list[str]
-) -> None:
-    """With the same state folder, for a plan that its owner has named in between."""
+def test_a_site_that_was_in_another_run_meanwhile_carries_on(tmp_path: Path, settings: list[str]) -> None:
+    """With the same state folder, for a plan that its owner has accepted in between."""
     rounds = Rounds(tmp_path, *settings, "local.steps=1")
     federation = rounds.federation
     rounds.round(1, rounds.sites, federation.model, fresh=True)
     other: dict[str, Any] = {"plan": changed(federation.plan, "aggregation", secure=False), "run": "other"}
     elsewhere = federation.joined(SITES - 1, pinned=False, secure=False, **other)
     elsewhere.answer(federation.request(**other))
-    carries_nothing(rounds)
+    rounds.round(2, rounds.sites, federation.model)
 
 
 def test_a_history_does_not_depend_on_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_a_history_does_not_depend_on_records(tmp_path: Path, monkeypatch: pytes
 
 
 def carried_folders(rounds: Rounds) -> list[Path]:
-    return [site.config.folder / "carried" / "00001" for site in rounds.sites]
+    return [run_folder(site.config.folder, RUN) / "carried" / "00001" for site in rounds.sites]
 
 
 # Residuals of 8 bits: weight decay of large weights exceeds the small bounds of round 1, and much is left out; the

@@ -71,6 +71,10 @@ class Run:
         """By round and try: what sites were told of what they carry."""
         self.channel.before = self._note
 
+    def kept(self, name: str) -> Path:
+        """The folder of what a site keeps of the run; before it has joined, one that is missing."""
+        return next(self.folders[name].glob("runs/*"), self.folders[name] / "runs" / "none")
+
     def _note(self, _site: str, request: Request) -> None:
         if isinstance(request, Contribute):
             self.told.setdefault((request.sum.round, request.tries), set()).add(request.told.state)
@@ -121,7 +125,7 @@ class Run:
 
     def histories(self) -> list[str]:
         """For each site that of what it carries after the run."""
-        paths = [sorted((folder / "carried").glob("*/history.json"))[-1] for folder in self.folders.values()]
+        paths = [sorted(self.kept(name).glob("carried/*/history.json"))[-1] for name in self.folders]
         return [json.loads(path.read_text())["history"] for path in paths]
 
 
@@ -153,7 +157,7 @@ def test_the_masked_sum_and_its_clear_twin_have_the_same_bits(masked: Run, tmp_p
 def test_an_update_is_one_byte_for_each_value_of_its_blocks(masked: Run) -> None:
     layout = load_model(masked.plan).layout
     assert 0 < layout.size < ROTATED
-    update = next(iter(masked.folders.values())) / "update-00004.ring"
+    update = masked.kept(next(iter(masked.folders))) / "update-00004.ring"
     sent = update.stat().st_size
     assert ROTATED < sent < ROTATED + 100  # and counters
     found = cost(masked.plan, layout.size, layout.size)
@@ -284,7 +288,7 @@ def test_a_site_that_lies_about_its_history_only_loses_what_is_carried(tmp_path:
     def before(name: str, request: Request) -> None:
         party._note(name, request)
         if name == liar:
-            shutil.rmtree(party.folders[liar] / "carried", ignore_errors=True)
+            shutil.rmtree(party.kept(liar) / "carried", ignore_errors=True)
 
     party.channel.before = before
     party.go()
@@ -295,10 +299,10 @@ def test_a_site_that_lies_about_its_history_only_loses_what_is_carried(tmp_path:
 def test_a_site_whose_residual_is_damaged_misses_one_round_and_then_all_begin_anew(tmp_path: Path) -> None:
     party = Run(tmp_path, *ONE_MAY_MISS)
     name = next(iter(party.folders))
-    path = party.folders[name] / "carried" / "00002" / "residual"
 
     def before(site: str, request: Request) -> None:
         party._note(site, request)
+        path = party.kept(name) / "carried" / "00002" / "residual"
         if site == name and path.exists():
             path.write_bytes(bytes(path.stat().st_size))
 
@@ -317,7 +321,7 @@ def test_sites_of_another_history_leave_no_sum_below_the_smallest_part(tmp_path:
     def before(name: str, request: Request) -> None:
         party._note(name, request)
         if name in lost and not isinstance(request, Join) and request.sum.round == 2:
-            shutil.rmtree(party.folders[name] / "carried", ignore_errors=True)
+            shutil.rmtree(party.kept(name) / "carried", ignore_errors=True)
 
     party.channel.before = before
     party.go()

@@ -49,7 +49,7 @@ def test_the_run_folder_holds_what_it_promises(whole: dict[str, Any]) -> None:
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(0 < row["tokens"] <= 4 * 2 * 4 * 15 for row in rows[1:])
     layout = Sums(read_plan(folder), 13_648).training
-    updates = list(folder.glob("sites/*/state/update-00003.ring"))
+    updates = list(folder.glob("sites/*/state/runs/*/update-00003.ring"))
     assert len(updates) == 4
     assert rows[-1]["tokens"] == sum(tokens_of_update(path, layout) for path in updates)
     # Imported here: a killed run imports this file, and need not wait for TensorBoard.

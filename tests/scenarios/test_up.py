@@ -304,3 +304,57 @@ def test_a_child_that_ends_is_started_again(tmp_path: Path) -> None:
     assert "in 2 s" in lines[1]
     with raises(EngineError, "no-such-script"):
         Child("no-such-script", [], tmp_path / "log")
+
+
+# Runs follow each other.
+
+
+def kept_of_runs(files: RunFiles) -> dict[Path, bytes]:
+    """What the sites keep of their runs."""
+    folders = (files.sites.site(name) / "state" / "runs" for name in files.sites.names())
+    return {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_runs_of_one_plan_follow_each_other_by_consent(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, plan = RunFiles(tmp_path / "run"), load(small_plan, FEWER)
+    with RunFolder.create(files.path, plan) as folder:
+        prepare(folder, lambda _event: None)
+    federation, sites = str(files.federation), [files.sites.config(name) for name in files.sites.names()]
+    submit = ["submit", str(small_plan), *set_options(FEWER), "--to", federation]
+
+    def accept() -> None:
+        for site in sites:
+            assert told("site", "accept", str(site), plan.digest())["added"]
+
+    with running(files, plan, lambda _line: None):
+        first = told("status", federation, "--follow")
+        before = kept_of_runs(files)
+        assert before
+        assert main(submit) == 2
+        refused = capsys.readouterr().err
+        assert refused.count("ConsentError: the reason is in the site's own log") == len(sites)
+        for site in sites:
+            assert site.parent.name in refused
+            assert f"cloister site accept SITE.toml {plan.digest()}" in (site.parent / "site.log").read_text()
+        assert kept_of_runs(files) == before
+        (second,) = (files.federation / "runs").iterdir()
+        accept()
+        again = told("submit", "--to", federation, "--again", str(second))
+        assert again["sites"] == files.sites.names()
+        assert told("status", federation, "--follow")["params_sha256"] == first["params_sha256"]
+        assert before.items() < kept_of_runs(files).items()
+
+        accept()  # once: of two runs that are submitted together, one gets it
+        one, other = told(*submit), told(*submit)
+        assert one["sites"] == files.sites.names()
+        assert other["after"] == one["run"]
+
+        def states() -> dict[str, str]:
+            return {entry["run"]: entry["state"] for entry in told("status", federation)["runs"]}
+
+        wait_for(lambda: {states()[one["run"]], states()[other["run"]]} <= {"done", "failed"})
+        assert states()[one["run"]] == "done"
+        assert states()[other["run"]] == "failed"

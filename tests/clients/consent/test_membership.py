@@ -10,6 +10,7 @@ import pytest
 from cloister.clients.network.serve import Served
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
+from cloister.clients.setup.templates import with_values
 from cloister.clients.site import Site
 from cloister.protocol.identity.roster import load_roster
 from cloister.protocol.plan.plan import Plan
@@ -33,14 +34,16 @@ def parties(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parties:
     parties.made()
     for name in NAMES:
         write_records(parties.folder(name) / "data.jsonl")
-        settings = parties.folder(name) / "site.toml"
-        settings.write_text(settings.read_text().replace('policy = "policy.toml"', 'policy = ""'))
     return parties
 
 
 def trained(parties: Parties, folder: Path, plan: Plan) -> list[Event]:
     """A run, in which the sites install, after a round, another key of a site and a roster without one of them."""
     resident, events = Resident(), list[Event]()
+    for name in NAMES:
+        settings = parties.folder(name) / "site.toml"
+        without = with_values(settings.read_text(), {"policy": "", "plan": plan.digest()}, name)
+        settings.write_text(without)
 
     def served(name: str) -> Served:
         return Site(

@@ -25,7 +25,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
 from cloister.clients.state.attempt import Attempts
-from cloister.clients.state.kept import Kept, Written, update_path
+from cloister.clients.state.kept import Kept, Written, run_folder, update_path
 from cloister.clients.training.dpsgd import ClippedSum, PrivateTrainer
 from cloister.lm.model.model import load_model
 from cloister.lm.training.train import LocalUpdate, Trainer
@@ -36,6 +36,7 @@ from cloister.privacy.mechanism.events import to_json
 from cloister.protocol.errors import (
     BudgetError,
     CloisterError,
+    ConsentError,
     EngineError,
     PinnedError,
     PlanError,
@@ -242,7 +243,7 @@ def test_a_site_that_lost_its_update_is_charged_again_for_new_noise(
     federation = federate(settings)
     site = federation.joined()
     first = whole(site.contribute(asked(federation)))
-    update_path(site.config.folder, 1).unlink()
+    update_path(run_folder(site.config.folder, RUN), 1).unlink()
     second = whole(site.contribute(asked(federation, tries=2)))
     assert len(federation.entries()) == 2
     terms = terms_of(federation.plan, federation.model.size)
@@ -363,7 +364,7 @@ def test_nothing_leaves_when_the_ledger_cannot_be_written(
             site.contribute(asked(federation))
         assert reticent(refused.value).endswith("the reason is in the site's own log")
         assert isinstance(refused.value, StorageError) == (where == "folder")
-        assert not update_path(site.config.folder, 1).exists()
+        assert not update_path(run_folder(site.config.folder, RUN), 1).exists()
     assert trained == []
 
 
@@ -396,7 +397,7 @@ def test_the_sites_own_budget_stops_it_whatever_is_asked(federate: Federate, set
     site = federation.joined(policy=greatest(federation, 3))
     for number in (1, 2, 3):
         site.contribute(asked(federation, number=number))
-    update_path(site.config.folder, 3).unlink()
+    update_path(run_folder(site.config.folder, RUN), 3).unlink()
     with raises(BudgetError, *EPSILON_OF_ROUND_3):
         site.contribute(asked(federation, number=3))
     assert len(federation.entries()) == 3
@@ -415,7 +416,7 @@ def test_the_sites_limit_holds_at_the_delta_of_its_policy(federate: Federate, se
     site = federation.joined(policy=greatest(federation, 3, 0.05))
     for number in (1, 2, 3):
         site.contribute(asked(federation, number=number))
-    update_path(site.config.folder, 3).unlink()
+    update_path(run_folder(site.config.folder, RUN), 3).unlink()
     with raises(BudgetError, *EPSILON_OF_ROUND_3):
         site.contribute(asked(federation, number=3))
 
@@ -483,7 +484,7 @@ def test_a_plan_with_less_privacy_is_not_slipped_in_after_a_private_one_was_join
             with raises(PinnedError, "digest of the plan"):
                 site.contribute(federation.request(plan=plan, purpose=purpose))
         for run in (RUN, "another"):
-            with pytest.raises((PolicyError, PinnedError)):
+            with pytest.raises(ConsentError if run == "another" else PinnedError):
                 site.join(federation.join_request(plan, run))
             with pytest.raises(PinnedError):  # to ask for it first was of no use
                 site.contribute(federation.request(plan=plan, run=run))
@@ -774,7 +775,7 @@ def test_the_name_of_the_data_does_not_depend_on_where_the_configuration_is_read
 
 def lose_updates(site: Site) -> None:
     """As a crash before they were synced."""
-    for path in site.config.folder.glob("update-*"):
+    for path in site.config.folder.glob("runs/*/update-*"):
         path.unlink()
 
 
@@ -808,7 +809,7 @@ def test_two_processes_cannot_both_spend_what_is_left_of_a_run(
         return charge_all(self, charges, budget, check)
 
     monkeypatch.setattr(Ledger, "charge_all", late)
-    monkeypatch.setattr(Kept, "turn", lambda _self: contextlib.nullcontext())  # which lets one process train
+    monkeypatch.setattr(Kept, "turn", lambda *_: contextlib.nullcontext())  # which lets one process train
     with raises(BudgetError, "epsilon of site-000 in this run"):
         site.contribute(federation.request())
     assert len(federation.entries()) == 2

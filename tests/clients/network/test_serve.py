@@ -214,11 +214,11 @@ def test_an_error_tells_the_coordinator_nothing_of_a_sites_records(tmp_path: Pat
     federation = Federation(tmp_path, tiny())
     nosy = changed(federation.plan, "data", format="messages", messages_field="text")
     request = encode(federation.join_request(nosy))
-    site = federation.site(pinned=False)
+    site = federation.consenting(plan=nosy)
     assert decode_reply(serve(lambda: site, request)) == Failed(
         "site-000", "DataError: the reason is in the site's own log"
     )
-    explained = decode_reply(serve(lambda: federation.site(1, pinned=False), request, explain=str))
+    explained = decode_reply(serve(lambda: federation.consenting(1, plan=nosy), request, explain=str))
     assert isinstance(explained, Failed)
     assert "was seen on day" in explained.reason  # which shows what would have left
 
@@ -515,7 +515,8 @@ def test_a_site_of_another_release_is_named_at_the_join_with_what_to_do() -> Non
     assert describe(NotJoined(heard[0].site, heard[0].reason)) == f"node 2 did not join: {line}"
     with pytest.raises(EngineError) as stopped:
         join(of_old_sites(1, 2, 3, 4), heard)
-    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join (node 1: {line})"
+    reasons = "; ".join(f"node {node}: {line}" for node in range(1, 5))
+    assert str(stopped.value) == f"sites is 0: expected at least 3 of 4 to join ({reasons})"
 
 
 def test_a_coordinator_of_another_release_hears_which_and_what_to_do(

@@ -21,16 +21,15 @@ from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.ranks.team import Team
 from cloister.clients.site import Site
-from cloister.clients.state.kept import Kept, write_pieces
+from cloister.clients.state.kept import Kept, run_folder, write_pieces
 from cloister.lm.model.model import load_model, save_pretrained
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan.plan import MeshSection
 from cloister.simulations.federation import declare_rounding
 from cloister.tests.clients.test_site import Attack, in_clear
-from cloister.tests.parties.federation import RECORD, SKELLAM, Federation, tiny, whole
+from cloister.tests.parties.federation import RECORD, RUN, SKELLAM, Federation, tiny, whole
 from cloister.tests.parties.federation import whole as whole_vector
 from cloister.tests.parties.ranks.rank_work import unpickles_nothing_of_peers
 from cloister.tests.tools.command import found, refusal
@@ -164,7 +163,10 @@ def test_ranks_compress_as_one_process_and_keep_the_same_residual(
         declare_rounding(federation.plan, federation.names[0], state)  # both round alike
         site = open_site(federation, section, state=str(state), secure=False)
         sent = [whole_vector(site.contribute(federation.request(number=number))) for number in (1, 2)]
-        residuals = [(state / "carried" / f"{number:05d}" / "residual").read_bytes() for number in (1, 2)]
+        residuals = [
+            (run_folder(state, RUN) / "carried" / f"{number:05d}" / "residual").read_bytes()
+            for number in (1, 2)
+        ]
         left.append(([each.tobytes() for each in sent], residuals))
     assert left[0] == left[1]
     (first, second), (residual, _) = left[0]
@@ -336,7 +338,7 @@ def test_a_model_that_does_not_fit_into_one_rank_is_trained_and_released_by_two(
 def test_another_update_is_not_masked_in_its_place(
     tmp_path: Path, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process of the site makes its update of the same round in another run, in the same state folder."""
+    """Another process of the site makes its update of the same round from other facts."""
     federation = Federation(tmp_path, tiny(*SKELLAM))
     attack = Attack(federation, clip=1.0)
     site = attack.sites[0] = open_site(federation, MESHES["shard"])
@@ -345,8 +347,9 @@ def test_another_update_is_not_masked_in_its_place(
 
     def replaced(self: Team, secure: Any, pieces: list[Any], path: Path, **options: Any) -> Any:
         other = [(0, np.full(sum(piece.size for _, piece in pieces), 7, np.uint32))]
-        Kept(path.parent, path.parent).keep(
-            TRAIN, 1, lambda file: write_pieces(file, other), {"run": "another"}, durable=False
+        about = federation.sum_id()
+        Kept(site.config.folder, path.parent).keep(
+            about, lambda file: write_pieces(file, other), {"model": "another"}, durable=False
         )
         return mask(self, secure, pieces, path, **options)
 

@@ -22,8 +22,8 @@ def told(number: int, *, fresh: bool = False, model: bytes = bytes(32)) -> Instr
     return Instructions(SumId("run", bytes(32), TRAIN, number), model, state="fresh" if fresh else "carried")
 
 
-def carried(folder: Path, run: str = "run", plan: str = "plan", model: str = "model") -> Carried:
-    return Carried(folder, run, plan, model)
+def carried(folder: Path, plan: str = "plan", model: str = "model") -> Carried:
+    return Carried(folder, plan, model)
 
 
 def update(site: Carried, number: int, *, fresh: bool = False) -> str:
@@ -109,12 +109,10 @@ def test_only_the_last_two_updates_leave_something_which_only_the_owner_may_read
     assert modes == {0o700}
 
 
-DAMAGED = [b"", b"{", b"[]", b'{"run": "run", "plan": "plan", "model": "model", "history": 7}', b"\xff"]
+DAMAGED = [b"", b"{", b"[]", b'{"plan": "plan", "model": "model", "history": 7}', b"\xff"]
 
 
-@pytest.mark.parametrize(
-    "content", [None, *DAMAGED, b'{"run": "run", "plan": "plan", "model": "model", "history": "00"}']
-)
+@pytest.mark.parametrize("content", [None, *DAMAGED, b'{"plan": "plan", "model": "model", "history": "00"}'])
 def test_damaged_state_is_nothing_and_is_warned_of(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,19 +158,17 @@ def test_no_update_is_made_from_state_of_another_history(tmp_path: Path) -> None
     assert [carry.before for carry in made] == [None]
 
 
-@pytest.mark.parametrize(
-    "other", [{"run": "other"}, {"plan": "other"}, {"model": "other"}], ids=["run", "plan", "model"]
-)
-def test_state_of_another_run_is_not_used(tmp_path: Path, other: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [{"plan": "other"}, {"model": "other"}], ids=["plan", "model"])
+def test_state_of_another_model_is_not_used(tmp_path: Path, other: dict[str, str]) -> None:
     update(carried(tmp_path, **other), 1)
     assert carried(tmp_path).history(2) == NOTHING_CARRIED
     assert update(carried(tmp_path), 2) == "nothing"
     assert folders(tmp_path) == ["00002"]
 
 
-def test_what_is_kept_names_run_plan_and_model(tmp_path: Path) -> None:
+def test_what_is_kept_names_plan_and_model(tmp_path: Path) -> None:
     update(carried(tmp_path), 1)
     kept = json.loads((tmp_path / "carried" / "00001" / "history.json").read_text())
     files = {"left": vector_hash(np.frombuffer(b"1", np.uint8)).hex()}
     history = extended(NOTHING_CARRIED, told(1)).hex()
-    assert kept == {"run": "run", "plan": "plan", "model": "model", "history": history, "files": files}
+    assert kept == {"plan": "plan", "model": "model", "history": history, "files": files}

@@ -396,12 +396,12 @@ def test_a_site_that_trains_again_is_charged_again_and_before_it_trains(
         site.contribute(federation.request())
     assert keys(ledger) == [(1, 0)]
     for times in (1, 2):
-        for kept in (sites[0].config.folder).glob("update-*"):
+        for kept in sites[0].config.folder.glob("runs/*/update-*"):
             kept.unlink()  # as where a crash has lost it
         federation.site(0).contribute(federation.request())
         assert keys(ledger) == [(1, time) for time in range(times + 1)]
     federation.site(1).contribute(federation.request())  # it has its update: nothing is trained or charged
-    for kept in (sites[1].config.folder).glob("update-*"):
+    for kept in sites[1].config.folder.glob("runs/*/update-*"):
         kept.unlink()
     federation.site(1).contribute(federation.request())  # its second: the first site has paid for as many
     assert keys(ledger) == [(1, 0), (1, 1), (1, 2)]

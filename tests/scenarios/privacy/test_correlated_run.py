@@ -379,7 +379,7 @@ def test_an_update_that_a_crash_lost_is_trained_again_at_no_charge(begin: Begin)
     site = federation.joined()
     request = federation.request(inbox=Inbox(bytes(32), (), (), ()), number=1)
     site.contribute(request)
-    for file in site.config.folder.glob("update-*"):
+    for file in site.config.folder.glob("runs/*/update-*"):
         file.unlink()
     site.contribute(request)
     events = [from_json(entry.charge.event) for entry in federation.entries()]

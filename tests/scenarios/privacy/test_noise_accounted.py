@@ -20,7 +20,7 @@ import pytest
 import torch
 from scipy import stats
 
-from cloister.clients.state.kept import update_path
+from cloister.clients.state.kept import run_folder, update_path
 from cloister.clients.training.dpsgd import ClippedSum, PrivateTrainer
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.privacy.accounting.accountant import composed
@@ -30,7 +30,7 @@ from cloister.protocol.errors import CloisterError
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.run import run
-from cloister.tests.parties.federation import CENTRAL, PRIVATE, RECORD, SKELLAM, Federation, tiny
+from cloister.tests.parties.federation import CENTRAL, PRIVATE, RECORD, RUN, SKELLAM, Federation, tiny
 from cloister.tests.tools.mutants import (
     CHARGE,
     ENCODE,
@@ -145,7 +145,7 @@ class Observed:
         for index in range(2):
             site = self.federation.joined(index, data=str(data))
             for number in (1, 2, 2):
-                update_path(site.config.folder, number).unlink(missing_ok=True)
+                update_path(run_folder(site.config.folder, RUN), number).unlink(missing_ok=True)
                 site.contribute(self.federation.request(model=model, number=number))
 
     def events(self) -> list[SampledGaussian]:

@@ -190,7 +190,7 @@ def test_what_a_compressed_update_has_left_out_counts_once_when_both_ends_are_ki
     federation, undisturbed = killed_at_both_ends(tmp_path, *FOUR_ROUNDS)
     for config, state in zip(federation.configs, undisturbed.folders.values(), strict=True):
         kept = sorted(config.parent.rglob("carried/*/residual"))
-        expected = sorted(state.glob("carried/*/residual"))
+        expected = sorted(state.glob("runs/*/carried/*/residual"))
         assert [path.read_bytes() for path in kept] == [path.read_bytes() for path in expected]
         assert [path.parent.name for path in kept] == ["00003", "00004"]
 

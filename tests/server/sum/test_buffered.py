@@ -229,7 +229,7 @@ def test_residuals_of_updates_of_other_models_are_added_to_the_next_update(tmp_p
     party, arrived, _ = stale_run(tmp_path / "with", *COMPRESSED)
     fast = party.names[1]
     of_site = [each for each in arrived if each.reply.site == fast]
-    carried = tmp_path / "with" / "sites" / fast / "state" / "carried"
+    (carried,) = (tmp_path / "with" / "sites" / fast / "state").glob("runs/*/carried")
     rounds = sorted(int(path.name) for path in carried.iterdir())
     assert rounds == [each.reply.sum.round for each in of_site][-2:]
     for number, each in zip(rounds, of_site[-2:], strict=True):

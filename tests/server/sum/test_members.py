@@ -266,13 +266,20 @@ def test_a_node_that_cannot_join_is_not_named_as_a_site_because_nothing_proves_i
         assert party.heard == [Failure(named, "its data is gone")]
 
 
-def test_too_few_sites_end_the_run_with_the_first_reason() -> None:
+def test_too_few_sites_end_the_run_with_each_reason() -> None:
     party = Party()
     party.replies("site-001", Failed("site-001", "its disk is full"))
     assert party.join().sites == ["site-000", "site-002", "site-003"]
     party.replies("site-003", Failed("site-003", "its key is lost"))
     with raises(
-        EngineError, "sites", says=("2", "3 of 4", "(node 1 (unverified name: site-001): its disk is full)")
+        EngineError,
+        "sites",
+        says=(
+            "2",
+            "3 of 4",
+            "(node 1 (unverified name: site-001): its disk is full; ",
+            "node 3 (unverified name: site-003): its key is lost)",
+        ),
     ):
         party.join()
 
