@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # which `socket` loads for a host's name: the other user may not read it
 import multiprocessing
 import os
 import signal
