@@ -83,7 +83,11 @@ def processes() -> Executor:
     return ProcessPoolExecutor(4, multiprocessing.get_context("spawn"))
 
 
-@pytest.mark.parametrize("pool", [partial(ThreadPoolExecutor, 4), processes], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    "pool",
+    [partial(ThreadPoolExecutor, 4), pytest.param(processes, marks=pytest.mark.slow)],
+    ids=["threads", "processes"],
+)
 def test_of_runs_that_ask_at_once_one_takes_the_consent(tmp_path: Path, pool: Callable[[], Executor]) -> None:
     with pool() as workers:
         for number in range(8):

@@ -442,7 +442,7 @@ def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(server_sites, "_BURST", 50)
     with open_channel(tmp_path) as channel, Raw(channel) as raw, connected(channel, Answering(), tmp_path):
         call, key = raw.open("site-2")
-        for _ in range(60):
+        for _ in range(2000):  # far more than come in the time that they take
             raw.say(alive=Alive())
         with pytest.raises(grpc.RpcError) as raised:
             list(call)
