@@ -25,7 +25,7 @@ from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import done, found
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
-HERE = re.sub(r"^## (Run it|Services)\n.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+HERE = re.sub(r"^## (Run it|A second run|Services)\n.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", HERE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 ACTIONS = [
