@@ -21,7 +21,7 @@ class Hop:
     """One thing to check."""
 
     name: str
-    """Its name, such as `exchange TCP`."""
+    """Its name, such as `TCP`."""
     look: Callable[[], str | Skipped]
     """Checks it and returns what was found; raises a `CloisterError` where it fails."""
     fix: str

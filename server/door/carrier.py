@@ -10,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 
-from flwr.app import Message, RecordDict
+from flwr.app import Array, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -29,6 +29,14 @@ def identify(run_id: int, node_id: int) -> None:
     the same way.
     """
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, 1
+
+
+def array_of(frame: memoryview) -> Array:
+    """A frame as Flower's messages have it, not copied."""
+    array = Array("uint8", (frame.nbytes,), "cloister.frame", b"")
+    # Flower's constructor requires bytes, which would be a copy.
+    array.data = frame  # type: ignore[assignment]  # its transport and `wire` take any buffer
+    return array
 
 
 class Carrier(Grid, Closing):

@@ -178,6 +178,7 @@ class Door(Closing):
         try:
             self._server, port = self._loop.run(self._start(bind))
         except BaseException as error:
+            self._loop.call(self._front.close)
             self._end()
             if isinstance(error, OSError):
                 raise EngineError(

@@ -134,6 +134,7 @@ class Front:
         self._known: dict[str, float] = {}
         """When a site has proved itself last at an address, the longest ago first."""
         self._numbers = 0
+        self._beginning: set[asyncio.Task[None]] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="cloister-"))  # short: the path of a socket has 107 bytes
         self._server: asyncio.Server | None = None
 
@@ -209,7 +210,8 @@ class Front:
         passage.outer.connection_made(transport)
         transport.pause_reading()
         task = asyncio.get_running_loop().create_task(self._continue(passage, self._numbers))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._beginning.add(task)  # the loop alone would not keep it
+        task.add_done_callback(self._beginning.discard)
         return passage.outer
 
     async def _continue(self, passage: _Passage, number: int) -> None:

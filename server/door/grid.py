@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from google.protobuf.message import Message as ProtoMessage
 
@@ -29,7 +29,10 @@ from cloister.protocol.messages.transfer import CHUNK, SMALL, VERSION
 from cloister.protocol.messages.wire import view
 from cloister.protocol.plan.plan import Plan
 from cloister.server.door.behind import LENGTH
-from cloister.server.door.carrier import Carrier
+from cloister.server.door.carrier import Carrier, array_of
+
+_END_S = 30.0
+"""Seconds for which the door may still read when a run leaves it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class DoorGrid(Carrier):
         self._retain(())
         with contextlib.suppress(OSError):  # it has ended
             self._far.shutdown(socket.SHUT_WR)  # the door reads to the end, and closes its own
-        self._thread.join()
+        self._thread.join(_END_S)
         self._far.close()
 
     # What is known of the sites.
@@ -299,10 +302,7 @@ def _reply(message: Message, answer: pb.Answer) -> Message:
     frames += [_mapped(path) for path in answer.paths]
     record = ArrayRecord()
     for number, frame in enumerate(frames):
-        array = Array("uint8", (frame.nbytes,), "cloister.frame", b"")
-        # Flower's constructor requires bytes, which would be a copy.
-        array.data = frame  # type: ignore[assignment]  # only `wire.decode_reply` reads it, which takes any buffer
-        record[f"{number:04d}"] = array
+        record[f"{number:04d}"] = array_of(frame)
     return Message(RecordDict({"frames": record}), reply_to=message)
 
 

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from cloister.protocol.messages.messages import Failed, Reply, Request
 from cloister.protocol.messages.wire import encode, view
-from cloister.server.door.carrier import Carrier
+from cloister.server.door.carrier import Carrier, array_of
 from cloister.server.sum.channel import Failure, reply_in
 
 _GRACE_S = 60.0
@@ -85,7 +85,7 @@ class GridChannel:
         for id in late:
             del waiting[id]
         if not late:
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # Flower's own grids have no call that waits
         return list(late.values())
 
     def _messages(self, requests: Mapping[int, Request], deadline_s: float, group: str) -> list[Message]:
@@ -125,10 +125,7 @@ def _record(request: Request, known: dict[int, Array]) -> ArrayRecord:
     for number, frame in enumerate(encode(request)):
         array = known.get(id(frame))
         if array is None:
-            data = view(frame)
-            array = Array("uint8", (data.nbytes,), "cloister.frame", b"")
-            # Flower's constructor requires bytes, which would be a copy.
-            array.data = data  # type: ignore[assignment]  # Flower's transport accepts any buffer
+            array = array_of(view(frame))
             if number:
                 known[id(frame)] = array
         record[f"{number:04d}"] = array
