@@ -606,6 +606,24 @@ def test_strangers_take_their_own_places(tmp_path: Path, everywhere: AtDoor) -> 
             each.close()
 
 
+def test_strangers_of_many_addresses_take_no_place_of_a_known_one(tmp_path: Path) -> None:
+    with open_channel(tmp_path, bind="0.0.0.0:0") as channel:
+        port = int(channel.address.rpartition(":")[2])
+        channel.address = f"127.0.0.1:{port}"
+        with connected(channel, Answering(), tmp_path):
+            (late,) = strangers(channel, 1)
+            others = [
+                socket.create_connection(("127.0.0.1", port), WAIT_S, (f"127.0.0.{number}", 0))
+                for number in range(2, 102)
+            ]
+            assert all(map(is_closed, others[:36]))
+            late.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                late.recv(1)
+            for each in (late, *others):
+                each.close()
+
+
 def test_the_address_with_the_most_strangers_loses_one(
     everywhere: AtDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,11 +639,10 @@ def test_the_address_with_the_most_strangers_loses_one(
 
 def test_a_stranger_has_a_time_and_a_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_channel(tmp_path) as channel:
-        (talker,) = strangers(channel, 1)
-        with suppress(ConnectionError):
-            talker.sendall(b"\x16\x03\x01\x40\x00" + bytes(2**20))
-        assert is_closed(talker)
-        talker.close()
+        with Raw(channel) as raw:  # 120 kB of metadata, over TLS
+            keys = [os.urandom(3000) for _ in range(40)]
+            codes = {raw.refused("Nothing", [], key)[0] for key in keys}
+        assert "UNAVAILABLE" in codes, "no connection was cut"
         monkeypatch.setattr(front, "HANDSHAKE_S", 0.3)
         (silent,) = strangers(channel, 1)
         assert is_closed(silent)
@@ -640,6 +657,9 @@ def test_a_member_that_leaves_connections_open_is_a_stranger_again(
     with open_channel(tmp_path) as channel, Raw(channel) as first, Raw(channel) as second:
         held = first.open(), second.open()  # a call that is dropped is cancelled
         until = time.monotonic() + WAIT_S
+        while sum(each.proved for each in channel.door._front._passages.values()) > 1:
+            assert time.monotonic() < until
+        assert len(channel.door._front._passages) == 2, "gRPC has closed it, which takes 10 s"
         while len(channel.door._front._passages) > 1:
             assert time.monotonic() < until
         assert held
