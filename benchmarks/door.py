@@ -36,7 +36,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.identity.certificates import (
@@ -100,9 +100,7 @@ def serve_site(home: Path, entrance: Entrance, size: int, folder: str) -> None:
     config = read_config(home / "site.toml")
     site = Site(config.name, size)
     DoorSite(
-        config.name,
-        lambda: load_identity(Path(config.identity)),
-        lambda: entrance,
+        Visitor(config.name, lambda: load_identity(Path(config.identity)), lambda: entrance),
         lambda: site,
         Path(folder) / "sites" / config.name,
     ).run()

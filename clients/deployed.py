@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from cloister.clients.checks.heartbeat import heartbeat_path
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.setup.enrolment import read_installed
@@ -23,6 +23,7 @@ from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
 from cloister.protocol.identity.certificates import check_authority, read_certificate
 from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.heads import Heads
 from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 
@@ -60,9 +61,12 @@ class DeployedSite:
         """Whether the last heartbeat could not be written."""
         self._resident = Resident()
         self._site = DoorSite(
-            config.name,
-            lambda: load_identity(Path(self._config().identity)),
-            lambda: _installed(self._config()).entrance,
+            Visitor(
+                config.name,
+                lambda: load_identity(Path(self._config().identity)),
+                lambda: _installed(self._config()).entrance,
+                Heads(config.folder / AUDIT_LOG, config.folder / "heads"),
+            ),
             self._open,
             config.folder / "door",
             ended=self._resident.close,
@@ -110,6 +114,7 @@ class DeployedSite:
             "connected": self._site.connected,
             "contact_s": round(contact_s, 1) if math.isfinite(contact_s) else None,
             "run": self._site.run_label,
+            "trouble": self._site.trouble,
         }
         try:
             write_bytes(self._heartbeat, json.dumps(seen).encode(), durable=False)

@@ -135,6 +135,10 @@ class MemberError(SecureSumError):
     """A list of sites names one that does not belong there, names one twice, or leaves one out."""
 
 
+class RestoredError(SecureSumError):
+    """A party's folder is older than another party has seen it, such as a restored backup."""
+
+
 class BalanceError(SecureSumError):
     """A list of the sites' local steps is not one that the plan allows."""
 

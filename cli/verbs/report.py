@@ -32,9 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.privacy.report.report import to_json, verdict
     from cloister.privacy.report.summary import plain
     from cloister.protocol.machine.storage import write_bytes
+    from cloister.server.federation.deployment import check_newest
     from cloister.server.record.folder import RunFiles
     from cloister.server.record.report import gather
 
+    check_newest(RunFiles(folder))
     report = gather(folder)
     page, data = RunFiles(output).report_page, RunFiles(output).report_data
     write_bytes(data, to_json(report).encode())

@@ -116,6 +116,7 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
     elif not seen["connected"] or seen["contact_s"] > UNHEARD_S:
         unheard = "" if seen["contact_s"] is None else f" for {seen['contact_s']:.0f} s"
         problem = f"its coordinator has not been heard{unheard}"
+        problem += f": {seen['trouble']}" if seen["trouble"] else ""
     else:
         problem = ""
     if arguments.json:

@@ -40,7 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit it."""
     from cloister.server.federation.control import command
-    from cloister.server.federation.deployment import Deployment, check_deployable
+    from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
     from cloister.server.federation.registry import Registry
     from cloister.server.record.folder import RunFiles, RunFolder
 
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     list(command(federation, do="status"))  # before a folder is made
     if arguments.again:
         path = Path(arguments.again).absolute()
+        check_newest(RunFiles(path))
     else:
         if arguments.sites is None:
             arguments.sites = len(registry.federation.sites)
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_deployable(plan, registry.federation)
         path = folder_for(arguments.out, federation / "runs", plan.run.name).absolute()
         with RunFolder.create(path, plan) as folder:
-            Deployment(registry.federation.version, wait).write(folder)
+            Deployment(registry.federation.version, wait, str(federation.absolute())).write(folder)
     events = RunFiles(path).events
     earlier = len(events.read_bytes().splitlines()) if events.exists() else 0
     list(command(federation, do="submit", run=str(path)))

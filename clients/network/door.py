@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ from cloister.protocol.errors import (
     CloisterError,
     DoorError,
     MemberError,
+    StorageError,
     TransferError,
     UntrustedError,
 )
+from cloister.protocol.identity.heads import COORDINATOR, NO_HEADS, Head, Heads
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.messages import Failed
@@ -162,13 +164,25 @@ class _Requests:
         return letter
 
 
+@dataclass(frozen=True)
+class Visitor:
+    """Who comes to the door, and where it is; read for each session anew, so that what was installed is used."""
+
+    name: str
+    """The site's name, as on its card."""
+    identity: Callable[[], Ed25519PrivateKey]
+    """Reads its identity key."""
+    entrance: Callable[[], Entrance]
+    """Where the door is."""
+    heads: Heads = NO_HEADS
+    """The site's audit log, and what it keeps of the coordinator's."""
+
+
 class DoorSite:
     """A site at the coordinator's door.
 
     Args:
-        name: The site's name, as on its card.
-        identity: Reads its identity key, for each session anew.
-        entrance: Where the door is, for each session anew: what was installed meanwhile is used.
+        visitor: The site.
         open_site: Finds the site; as for `serve`.
         folder: For the vectors of requests; of this site alone.
         ended: Called when a run is over and nothing of it is handled any more.
@@ -178,9 +192,7 @@ class DoorSite:
 
     def __init__(
         self,
-        name: str,
-        identity: Callable[[], Ed25519PrivateKey],
-        entrance: Callable[[], Entrance],
+        visitor: Visitor,
         open_site: Callable[[], Served],
         folder: Path,
         *,
@@ -188,9 +200,7 @@ class DoorSite:
         explain: Callable[[Exception], str] = reticent,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.5),
     ) -> None:
-        self._name = name
-        self._identity = identity
-        self._entrance = entrance
+        self._visitor = visitor
         self._open_site = open_site
         self._ended = ended
         self._explain = explain
@@ -202,6 +212,8 @@ class DoorSite:
         self._session: _Session | None = None
         self._requests = _Requests()
         self._moving: set[_Moving] = set()
+        self.trouble = ""
+        """Why there was no session at the last try, in one line; empty: there was."""
         self._kept: tuple[bytes, Parcel] | None = None
         """The last reply with vectors, and the id of its request, until it is taken; of the worker alone."""
 
@@ -255,6 +267,7 @@ class DoorSite:
                 self._attend()
             except CloisterError as error:
                 _log.warning("door: %s", error)
+                self.trouble = str(error)
                 failures += 1
             else:
                 failures = 0 if time.monotonic() - started >= SILENT_S else failures + 1
@@ -266,13 +279,14 @@ class DoorSite:
         Raises:
             UntrustedError: the server has no certificate of the federation's authority for its host.
             MemberError: the coordinator refuses the site.
+            RestoredError: the site's audit log lacks what the coordinator has seen of it.
             DoorError: the coordinator cannot be reached, or did not answer as expected.
             CloisterError: the site's own key or federation cannot be read.
         """
-        entrance, identity, nonce = self._entrance(), self._identity(), os.urandom(NONCE)
+        entrance, identity, nonce = self._visitor.entrance(), self._visitor.identity(), os.urandom(NONCE)
         channel = open_channel(entrance)
         unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
-        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, name=self._name, nonce=nonce)))
+        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, name=self._visitor.name, nonce=nonce)))
         welcomed = False
         try:
             messages = iter(unsent.get, None)
@@ -286,13 +300,19 @@ class DoorSite:
                     moving.moved()
                     if welcomed:
                         self._heard(said)
+                        if kind == "alive":
+                            self._note(said.alive.head)
                     elif kind == "challenge":
                         nonces = Nonces(nonce, said.challenge.nonce)
-                        signature = prove(identity, self._name, entrance, nonces)
+                        signature = prove(identity, self._visitor.name, entrance, nonces)
                         key = identity.public_key().public_bytes_raw()
-                        unsent.put(pb.FromSite(proof=pb.Proof(key=key, signature=signature)))
+                        seen = pb.Head(**asdict(self._visitor.heads.known(COORDINATOR)))
+                        unsent.put(pb.FromSite(proof=pb.Proof(key=key, signature=signature, seen=seen)))
                     elif kind == "welcome":
-                        welcomed = True
+                        self._visitor.heads.check(
+                            COORDINATOR, Head(said.welcome.seen.number, said.welcome.seen.hash)
+                        )
+                        welcomed, self.trouble = True, ""
                         moving.limit_s = SILENT_S
                         _log.info("connected to %s", entrance.address)
                         self._heard(said)
@@ -324,6 +344,19 @@ class DoorSite:
             self._requests.heard(said)
             self._changed.notify_all()
 
+    def _note(self, seen: pb.Head) -> None:
+        try:
+            self._visitor.heads.note(COORDINATOR, Head(seen.number, seen.hash))
+        except StorageError as error:  # less is found; the session goes on
+            _log.warning("%s", error)
+
+    def _own(self) -> pb.Head:
+        """The head of the site's audit log; an empty one where it cannot be read, which other places say."""
+        try:
+            return pb.Head(**asdict(self._visitor.heads.own()))
+        except CloisterError:
+            return pb.Head()
+
     @contextmanager
     def _watched(self, call: Any, limit_s: float) -> Iterator[_Moving]:
         """Cancel a call when its counter stops, and at `stop`."""
@@ -349,7 +382,7 @@ class DoorSite:
                 stalled = [each for each in self._moving if now - each.at > each.limit_s]
                 if self._session is not None and now - said_at >= HEARTBEAT_S - wait_s / 2:
                     said_at = now
-                    self._session.unsent.put(pb.FromSite(alive=pb.Alive()))
+                    self._session.unsent.put(pb.FromSite(alive=pb.Alive(head=self._own())))
             for each in stalled:
                 each.call.cancel()
 
@@ -367,7 +400,9 @@ class DoorSite:
                     _log.warning("door: %s", error)
                 else:
                     _log.exception("failed")
-                self._deliver(letter.id, Parcel.of(Failed(self._name, printable(self._explain(error)))))
+                self._deliver(
+                    letter.id, Parcel.of(Failed(self._visitor.name, printable(self._explain(error))))
+                )
 
     def _next(self) -> pb.Letter | None:
         """The next request; None at the end. What is left of a run that is over goes first."""
@@ -565,4 +600,4 @@ def _error(error: grpc.RpcError) -> CloisterError:
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return UntrustedError("server", reason, expected="a certificate of the federation's authority")
     kind = _REFUSED.get(error.code(), DoorError)
-    return kind("session", reason, expected="a coordinator that accepts it")
+    return kind("session", expected=f"a coordinator that accepts it ({reason})")

@@ -187,6 +187,57 @@ def read_lines(path: Path, noted: str = "") -> tuple[Line, ...]:
     return tuple(found)
 
 
+def line_of(path: Path, number: int = 0) -> Line | None:
+    """A line of a log, which is read from its end; None where the log has no such line. The chain is not checked.
+
+    Args:
+        path: The file.
+        number: Position of the line, from 1; 0: the last one.
+
+    Raises:
+        AuditLogError: a line that is read is not that of an audit log.
+        StorageError: it cannot be read.
+    """
+    if not path.exists():
+        return None
+    with on_disk(path), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        size = file.seek(0, os.SEEK_END)
+        at = file.seek(max(0, size - _TAIL))
+        at, rest = at + max(0, file.read().rfind(b"\n")), b""  # what follows the last newline is torn
+        while at > 0:
+            at -= (size := min(at, _TAIL))
+            file.seek(at)
+            first, *whole = (file.read(size) + rest).split(b"\n")
+            for data in reversed([first, *whole] if at == 0 else whole):
+                line = _parsed(data + b"\n")
+                if line is None:
+                    raise AuditLogError(str(path), expected="an audit log: a line near its end is none")
+                if number in (0, line.number):
+                    return line
+                if line.number < number:
+                    return None
+            rest = first
+    return None
+
+
+def facts_of(path: Path, run: str) -> Iterator[Fact]:
+    """What a log tells of a run, oldest first; nothing where there is no log. The chain is not checked.
+
+    Args:
+        path: The file.
+        run: Identity of the run.
+    """
+    wanted = run.encode()
+    if path.exists():
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            for data in file:
+                line = _parsed(data) if wanted in data else None
+                if line is not None and line.fact.run == run:
+                    yield line.fact
+
+
 def _last(file: IO[bytes], path: Path) -> Line | None:
     """The last line of a file, of which a torn one is removed; None if it has none."""
     size = file.seek(0, os.SEEK_END)

@@ -51,20 +51,32 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class Proof(_message.Message):
-    __slots__ = ("key", "signature")
+    __slots__ = ("key", "signature", "seen")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     signature: bytes
-    def __init__(self, key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    seen: Head
+    def __init__(self, key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., seen: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+
+class Head(_message.Message):
+    __slots__ = ("number", "hash")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    hash: str
+    def __init__(self, number: _Optional[int] = ..., hash: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("key", "run")
+    __slots__ = ("key", "run", "seen")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     run: str
-    def __init__(self, key: _Optional[bytes] = ..., run: _Optional[str] = ...) -> None: ...
+    seen: Head
+    def __init__(self, key: _Optional[bytes] = ..., run: _Optional[str] = ..., seen: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Letter(_message.Message):
     __slots__ = ("id", "frame", "vectors", "run")
@@ -95,8 +107,10 @@ class Taken(_message.Message):
     def __init__(self, id: _Optional[bytes] = ..., unasked: _Optional[bool] = ...) -> None: ...
 
 class Alive(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("head",)
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    head: Head
+    def __init__(self, head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Over(_message.Message):
     __slots__ = ()

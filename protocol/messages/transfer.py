@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ largest reply takes at this rate."""
 
 _HASH = 32
 _SHARE = 0.9
-"""The most of a disk's free bytes that a vector may take: a peer must not fill the disk for everything else."""
+"""The most of a disk's free bytes that vectors may take: peers must not fill the disk for everything else."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,12 @@ class Arrivals:
     Args:
         folder: The folder; it is made when the first vector arrives. Files of an earlier process are continued.
         most: The most bytes of all vectors together.
+        coming: Returns the bytes that all such folders on this disk still wait for; None: there is this one.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(self, folder: Path, most: int, coming: Callable[[], int] | None = None) -> None:
         self._folder = folder
+        self._coming = coming or (lambda: self.missing)
         self._most = most + LONGEST
         self._known: dict[bytes, Arrival] = {}
         self._left: dict[str, int] | None = None
@@ -178,7 +180,7 @@ class Arrivals:
 
         Raises:
             TransferError: it exceeds a limit, or has been announced with another size.
-            StorageError: the disk refuses, or the vector would take more than `_SHARE` of what is free.
+            StorageError: the disk refuses, or what is to come would take more than `_SHARE` of what is free.
         """
         known = self._known.get(name)
         if known is not None:
@@ -202,9 +204,14 @@ class Arrivals:
         there = self._left.pop(name.hex(), 0)
         if sum((size, *self._left.values(), *(each.size for each in self._known.values()))) > self._most:
             self.retain({name, *self._known})
-        free = shutil.disk_usage(self._folder).free
-        if size - there > _SHARE * free:
-            raise OSError(None, f"{size} bytes, and {free} are free")
+        free, coming = shutil.disk_usage(self._folder).free, self._coming()
+        if size - there + coming > _SHARE * free:
+            raise OSError(None, f"{size} bytes, {coming} are still to come, and {free} are free")
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to come."""
+        return sum(each.missing for each in self._known.values() if not each.whole)
 
     def open(self, name: bytes, size: int) -> memoryview:
         """A vector that is whole, mapped from its file; an empty one is always there.
@@ -265,6 +272,11 @@ class Arrival:
         self._turn = 0
         self._held: int | None = None
         self._hash = blake3()
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to come."""
+        return self.size - (self._held or 0)
 
     def take(self) -> tuple[int, int]:
         """Take the turn from the stream that has it.

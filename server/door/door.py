@@ -6,7 +6,8 @@ Sites connect to the coordinator, which opens no connection. What happens in a s
 2. Challenge: the door draws a nonce.
 3. Proof: the site signs both nonces, its name, the federation and the authority with its identity key
    (`protocol/identity/session.py`). It must be a site of the newest version of the federation, with that key.
-4. Welcome: a key that names the session in uploads and downloads.
+4. Welcome: a key that names the session in uploads and downloads. With proof and welcome each end says what it has
+   seen of the other's audit log, whose owner refuses to go on without it (`protocol/identity/heads.py`).
 5. Requests and replies, as `Letter`. The vectors of a reply are uploaded before it, those of a request are downloaded
    after it, by hash (`protocol/messages/transfer.py`).
 6. Taken: the run has taken the reply, and the site may forget it.
@@ -36,7 +37,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -47,6 +48,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from cloister.protocol.errors import (
+    AuditLogError,
     CloisterError,
     DoorError,
     EncodingError,
@@ -59,6 +61,7 @@ from cloister.protocol.errors import (
     TransferError,
 )
 from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.heads import NO_HEADS, Head, Heads
 from cloister.protocol.identity.roster import check_name
 from cloister.protocol.identity.session import NONCE, Nonces, verify_proof
 from cloister.protocol.machine.closing import Closing
@@ -113,6 +116,7 @@ _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
     (SecureSumError, grpc.StatusCode.PERMISSION_DENIED),  # of a signature, or of a site that is no member
     (RosterError, grpc.StatusCode.PERMISSION_DENIED),  # of a name that no card may have
     (DoorError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (AuditLogError, grpc.StatusCode.UNAVAILABLE),
 )
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE),
@@ -150,6 +154,7 @@ class Door(Closing):
         certificate: Returns the server's certificate; asked at each handshake, so that a new one is served at once.
         federation: Returns the newest version of the federation; asked at each session.
         bind: HOST:PORT on which the server listens; port 0: any.
+        heads: The coordinator's audit log, and what it keeps of the sites'.
 
     Raises:
         EngineError: the server cannot listen there.
@@ -160,8 +165,10 @@ class Door(Closing):
         certificate: Callable[[], ServerCertificate],
         federation: Callable[[], Federation],
         bind: str,
+        heads: Heads = NO_HEADS,
     ) -> None:
         self._certificate = certificate
+        self._heads = heads
         self._federation = federation
         self._sites: dict[str, Site] = {}
         self._sessions: dict[bytes, tuple[Site, Session]] = {}
@@ -278,7 +285,11 @@ class Door(Closing):
                 shutil.rmtree(site.taken, ignore_errors=True)
             left, site.left, site.taken = site.left, None, None
             known = left is not None and left.asked.id == asked.id
-            arrivals = left.arrivals if left is not None and known else Arrivals(folder, run.most_bytes)
+            arrivals = (
+                left.arrivals
+                if left is not None and known
+                else Arrivals(folder, run.most_bytes, self._coming)
+            )
             site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes)
             if left is not None and left.reply is not None and known:
                 self._take(run, site, site.pending, left.reply)
@@ -300,6 +311,10 @@ class Door(Closing):
                     run.fail(self._sites[name], pending.asked.id, late)
             if waiting:
                 await asyncio.sleep(max(0.0, min(pending.left_s() for pending in waiting.values())))
+
+    def _coming(self) -> int:
+        """Bytes that are still to come of the uploads that sites have begun."""
+        return sum(site.pending.arrivals.missing for site in self._sites.values() if site.pending)
 
     def _taken(self, of: pb.Of) -> None:
         site = self._sites[of.site]
@@ -423,6 +438,7 @@ class Door(Closing):
         assert task is not None
         async with asyncio.timeout(HANDSHAKE_S):
             site, public = await self._greet(context)
+            seen = await self._disk(partial(self._heads.known, _owner(site, public)))
         peer = context.peer()
         self._front.proved(peer)
         if site.session is not None:
@@ -430,7 +446,8 @@ class Door(Closing):
         session = site.session = Session(os.urandom(32), partial(self._cancel, task))
         site.public = public
         self._sessions[session.key] = site, session
-        session.tell(welcome=pb.Welcome(key=session.key, run=self._run.label if self._run else ""))
+        label = self._run.label if self._run else ""
+        session.tell(welcome=pb.Welcome(key=session.key, run=label, seen=pb.Head(**asdict(seen))))
         if site.pending is not None and site.pending.reply is None:
             session.send(site.pending.asked.letter)
         _log.info("%s is connected", site.name, extra={"site": site.name})
@@ -480,6 +497,8 @@ class Door(Closing):
         member = federation.site(hello.name)
         if member is None or member.key != proof.key:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
+        seen = Head(proof.seen.number, proof.seen.hash)
+        await self._disk(partial(self._heads.check, hello.name, seen))
         return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
 
     def _dismiss(self) -> None:
@@ -504,11 +523,20 @@ class Door(Closing):
             said = _parsed(pb.FromSite, data)
             match said.WhichOneof("said"):
                 case "alive":
-                    session.tell(alive=pb.Alive())
+                    head = await self._disk(partial(self._exchange, site, said.alive.head))
+                    session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
+
+    def _exchange(self, site: Site, seen: pb.Head) -> Head:
+        """Keep the head of a site's audit log; that of the coordinator's."""
+        try:
+            self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
+        except StorageError as error:  # less is found; the session goes on
+            _log.warning("%s", error)
+        return self._heads.own()
 
     async def _tell(self, session: Session, context: Context) -> None:
         while True:
@@ -628,6 +656,11 @@ class Door(Closing):
         done = self._loop.loop.run_in_executor(self._writers, work)
         done.add_done_callback(_retrieve)
         return done
+
+
+def _owner(site: Site, public: bytes) -> str:
+    """Under what the head of a site's audit log is kept: with another key it may have another log."""
+    return f"{site.name}-{public.hex()[:16]}"
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:

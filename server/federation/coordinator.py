@@ -29,7 +29,9 @@ from typing import IO, Any, Literal
 
 from cloister.protocol.errors import EngineError, RunFolderError, StorageError
 from cloister.protocol.identity.address import everywhere
+from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.heads import Heads
 from cloister.protocol.machine.child import append_to, spawn
 from cloister.protocol.machine.fork_server import ending
 from cloister.protocol.machine.storage import lock, on_disk, write_bytes
@@ -188,7 +190,8 @@ class Coordinator:
             if self._metrics_bind:
                 where = served(self._metrics, self._metrics_bind, on_network=self._metrics_on_network)
                 self._told(f"metrics: {opened.enter_context(where)}")
-            door = opened.enter_context(Door(self._certificate, self._newest, self._bind))
+            heads = Heads(self.folder / AUDIT_LOG, self.folder / "heads")
+            door = opened.enter_context(Door(self._certificate, self._newest, self._bind, heads))
             control = Control(self.folder, self._answer)
             opened.callback(control.close)
             self._door = door

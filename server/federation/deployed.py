@@ -14,7 +14,7 @@ from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
 from cloister.server.door.grid import Connected as Site
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
-from cloister.server.federation.deployment import Deployment, check_deployable
+from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
 from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity, reached
@@ -47,6 +47,7 @@ def coordinate(folder: RunFolder, registry: Registry, far: socket.socket, observ
     plan, deployment = folder.plan, Deployment.read(folder)
     federation = registry.version(deployment.version)
     check_deployable(plan, federation, folder)
+    check_newest(folder)
     if reached(folder, FINISHED):
         finish(folder, observe)
         return outcome(folder)

@@ -7,12 +7,17 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cloister.privacy.ledger.ledger import read_history
 from cloister.protocol.errors import PlanError, RunFolderError
+from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.identity.audit_log import facts_of
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.messages.joining import check_size
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
+from cloister.server.record import journal as steps
 from cloister.server.record.folder import RunFiles
+from cloister.server.record.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Deployment:
     """The version of the federation: its roster is the run's, whatever is installed later."""
     wait_s: float
     """Seconds for which the run waits for all sites before it begins with those that are needed."""
+    federation: str = ""
+    """The coordinator's folder of the federation."""
 
     def write(self, files: RunFiles) -> None:
         """Keep it, durably.
@@ -47,6 +54,49 @@ class Deployment:
                 expected="the folder of a deployed run",
                 fix=f"make one: cloister submit PLAN; continue a simulation: {files.resume_command()}",
             ) from error
+
+
+def check_newest(files: RunFiles) -> None:
+    """Refuse the folder of a deployed run that is older than its coordinator's audit log, as a restored backup is.
+
+    Each attempt is in the journal and each charge in the ledger before the audit log has a release of it. Where the log
+    is not on this machine, or the run has not begun, nothing can be compared.
+
+    Raises:
+        RunFolderError: the journal or the ledger lacks what the log has.
+    """
+    if not files.deployment.exists() or not files.journal.exists():
+        return
+    with Journal(files.journal) as journal:
+        created = journal.newest(steps.CREATED)
+        begun = [
+            (entry.round, entry.attempt) for entry in journal.entries() if f" {steps.BEGUN}" in entry.step
+        ]
+    if created is None:
+        return
+    facts = list(facts_of(Path(Deployment.read(files).federation) / AUDIT_LOG, created.detail["run"]))
+    released = max(((fact.round, fact.attempt) for fact in facts if fact.what == "release"), default=(0, 0))
+    if released > max(begun, default=(0, 0)):
+        raise _older(
+            files, f"round {released[0]}, attempt {released[1]}, of which the audit log has a release"
+        )
+    kept = (
+        {entry.hash.hex() for entry in read_history(files.ledger).entries} if files.ledger.exists() else set()
+    )
+    charged = next(
+        (fact for fact in facts if fact.what == "charge" and fact.detail.split()[-1] not in kept), None
+    )
+    if charged is not None:
+        raise _older(files, f"in its ledger the charge of round {charged.round}, which the audit log has")
+
+
+def _older(files: RunFiles, expected: str) -> RunFolderError:
+    return RunFolderError(
+        str(files.path),
+        "a folder that is older than the audit log, such as a restored backup",
+        expected=expected,
+        fix="restore a newer copy; without one begin a new run, because this folder knows of less than was released",
+    )
 
 
 def refusal_in(log: Path) -> str:

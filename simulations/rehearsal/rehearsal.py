@@ -46,7 +46,8 @@ def prepare(folder: RunFolder, observe: Observer) -> None:
     plan = folder.plan
     observe(Preparing("data and keys of the sites"))
     write_folder(folder.sites.path, partial(_fill, plan, folder.federation), durable=plan.simulation.durable)
-    Deployment(Registry.open(folder.federation).federation.version, _START_S).write(folder)
+    registry = Registry.open(folder.federation)
+    Deployment(registry.federation.version, _START_S, str(registry.path)).write(folder)
 
 
 def _fill(plan: Plan, federation: Path, folder: Path) -> None:

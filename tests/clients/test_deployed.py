@@ -20,7 +20,10 @@ from cloister.clients.deployed import DeployedSite
 from cloister.clients.setup.enrolment import consider, install, make_request, make_rotation
 from cloister.protocol.errors import CertificateError, EngineError, RosterError, StorageError
 from cloister.protocol.identity.address import free_port, port_of
+from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
+from cloister.protocol.identity.audit_log import AuditLog, Fact
 from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.heads import COORDINATOR, Heads
 from cloister.protocol.messages.messages import Joined
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.registry import Registry, Renewal, Terms
@@ -53,7 +56,13 @@ class Parties:
         folder, federation = self.registry.path, self.registry.federation
         pem, key = ((folder / f"door.{kind}").read_bytes() for kind in ("pem", "key"))
         shown = ServerCertificate(pem, key)
-        return Door(lambda: shown, lambda: federation, f"127.0.0.1:{port_of(federation.door)}")
+        heads = Heads(self.log, folder / "heads")
+        return Door(lambda: shown, lambda: federation, f"127.0.0.1:{port_of(federation.door)}", heads)
+
+    @property
+    def log(self) -> Path:
+        """The coordinator's audit log."""
+        return self.registry.path / AUDIT_LOG
 
     @contextlib.contextmanager
     def started(self) -> Iterator[list[bool]]:
@@ -112,7 +121,7 @@ def test_the_probe_says_whether_the_coordinator_is_heard(
     with parties.started() as done:
         assert probe("has not been heard")["contact_s"] is None
         with parties.door() as door:
-            assert set(probe("")) == {"well", "problem", "pid", "connected", "contact_s", "run"}
+            assert set(probe("")) == {"well", "problem", "pid", "connected", "contact_s", "run", "trouble"}
             with AtDoor(tmp_path / "run", door=door, names=NAMES, run="abc") as run:
                 assert run.wait_for(1, WAIT_S) == 1
                 assert list(run.ask({1: join_request()}, WAIT_S, group="1")) == [(1, Joined("north"))]
@@ -130,13 +139,57 @@ def test_the_probe_says_whether_the_coordinator_is_heard(
 def test_a_coordinator_that_is_silent_for_minutes_is_a_problem(
     parties: Parties, probe: Callable[[str], dict[str, Any]]
 ) -> None:
-    seen = {"pid": 1, "connected": True, "contact_s": 180.0, "run": ""}
+    seen = {"pid": 1, "connected": True, "contact_s": 180.0, "run": "", "trouble": ""}
     (parties.folder / "state").mkdir()
     heartbeat = parties.folder / "state" / "heartbeat.json"
     heartbeat.write_text(json.dumps(seen))
     probe("")
     heartbeat.write_text(json.dumps(seen | {"contact_s": 181.0}))
     probe("has not been heard for 181 s")
+
+
+@pytest.mark.parametrize("restored", ["site", "coordinator", "both", "forked"])
+def test_a_folder_that_was_restored_from_a_backup_is_refused(
+    parties: Parties,
+    probe: Callable[[str], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    restored: str,
+) -> None:
+    """The other party has seen more of its audit log. If both are older, nobody knows."""
+    monkeypatch.setattr("cloister.clients.network.door.HEARTBEAT_S", 0.02)
+    state = parties.site.parent / "state"
+    logs = {"site": state / AUDIT_LOG, "coordinator": parties.log}
+    theirs = Heads(None, parties.registry.path / "heads")
+    ours = Heads(None, state / "heads")
+    (public,) = (each.key for each in parties.registry.federation.sites if each.name == "north")
+    kept = f"north-{public.hex()[:16]}"
+
+    def write() -> None:
+        for path in logs.values():
+            AuditLog(path).record(Fact("join", "run", "plan"))
+
+    with parties.started(), parties.door():
+        probe("")
+        write()
+        backups = {name: path.read_bytes() for name, path in logs.items()}
+        write()
+        while (theirs.known(kept).number, ours.known(COORDINATOR).number) != (2, 2):
+            probe("")
+    for name, path in logs.items():
+        if restored in (name, "both"):
+            path.write_bytes(backups[name])
+    if restored == "both":
+        for folder in (state / "heads", parties.registry.path / "heads"):
+            for file in folder.iterdir():
+                file.unlink()
+    if restored == "forked":
+        parties.log.write_bytes(backups["coordinator"])
+        for _ in range(2):
+            AuditLog(parties.log).record(Fact("join", "another run", "plan"))
+    with parties.started(), parties.door():
+        found = probe("" if restored == "both" else "line 2 as ")
+        assert restored == "both" or ("accepts it (" in found["problem"]) == (restored != "site")
+        assert found["connected"] == (restored == "both")
 
 
 def test_a_version_that_is_installed_is_used_without_a_restart(parties: Parties, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.messages import Contribute, Contribution, Joined, Reply, Request
@@ -193,9 +193,7 @@ def serve_site(
     site.during = during
     identity = Ed25519PrivateKey.from_private_bytes(key)
     client = DoorSite(
-        name,
-        lambda: identity,
-        lambda: entrance,
+        Visitor(name, lambda: identity, lambda: entrance),
         lambda: site,
         folder,
         ended=lambda: client.stop(),

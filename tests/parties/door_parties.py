@@ -26,7 +26,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
@@ -232,9 +232,7 @@ def connected(
         return entrance_at(address() if address else channel.address)
 
     client = DoorSite(
-        site.name,
-        lambda: identity or identity_of(site.name),
-        entrance,
+        Visitor(site.name, lambda: identity or identity_of(site.name), entrance),
         lambda: site,
         folder / site.name,
         explain=str,
@@ -511,9 +509,7 @@ def _serve(path: Path, moments: Collection[Moment], entrance: Entrance) -> None:
 
     with mock.patch.object(work, "train", train):
         site = DoorSite(
-            config.name,
-            lambda: load_identity(Path(config.identity)),
-            lambda: entrance,
+            Visitor(config.name, lambda: load_identity(Path(config.identity)), lambda: entrance),
             lambda: Mortal(Site(config, resident), moments, path.parent),
             config.folder / "door",
             ended=lambda: site.stop(),

@@ -7,6 +7,8 @@ import io
 import json
 import queue
 import re
+import shutil
+import sqlite3
 import ssl
 import threading
 import time
@@ -211,6 +213,20 @@ def audit(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]
     capsys.readouterr()
     assert main(["logs", "--audit", str(path), "--json", "--lines", "1000"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_folder_that_is_older_than_the_audit_log_is_refused(
+    rehearsed: Rehearsed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a backup from before the last round is."""
+    run = tmp_path / "run"
+    shutil.copytree(rehearsed.files.path, run, ignore=shutil.ignore_patterns("sites", "federation"))
+    commands = ["report", str(run)], ["submit", "--to", str(rehearsed.federation), "--again", str(run)]
+    told(*commands[0])
+    with contextlib.closing(sqlite3.connect(run / "journal.sqlite", isolation_level=None)) as journal:
+        journal.execute("DELETE FROM entries WHERE round > 1")
+    for command in commands:
+        assert f"{run} is " in lone_refusal(capsys, *command)
 
 
 def test_metrics_are_those_of_the_run(rehearsed: Rehearsed) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.network.proxy import proxy_for
 from cloister.protocol.errors import (
     CloisterError,
@@ -67,7 +67,7 @@ def refusal(
         site.stop()
         return 0.0
 
-    site = DoorSite("site-1", lambda: key, entrance, Answering, folder, jitter=give_up)
+    site = DoorSite(Visitor("site-1", lambda: key, entrance), Answering, folder, jitter=give_up)
     caplog.clear()
     site.run()
     warned = [each for each in caplog.records if each.levelno == logging.WARNING and "clients" in each.name]
@@ -131,9 +131,11 @@ def test_a_site_waits_longer_after_each_failure_and_comes_back(tmp_path: Path) -
         return 0.001
 
     site = DoorSite(
-        "site-1",
-        lambda: identity_of("site-1") if come.is_set() else key,
-        lambda: entrance_at(served.address),
+        Visitor(
+            "site-1",
+            lambda: identity_of("site-1") if come.is_set() else key,
+            lambda: entrance_at(served.address),
+        ),
         Answering,
         tmp_path,
         jitter=jitter,
@@ -194,9 +196,7 @@ def test_what_a_site_holds_of_a_run_goes_when_it_is_over(tmp_path: Path) -> None
     answering.during = hold
     with door() as served:
         site = DoorSite(
-            "site-1",
-            lambda: identity_of("site-1"),
-            lambda: entrance_at(served.address),
+            Visitor("site-1", lambda: identity_of("site-1"), lambda: entrance_at(served.address)),
             lambda: answering,
             tmp_path / "site-1",
             ended=ended.set,

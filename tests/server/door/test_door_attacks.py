@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ import pytest
 from blake3 import blake3
 
 from cloister.clients.network import door as clients_door
-from cloister.clients.network.door import DoorSite
+from cloister.clients.network.door import DoorSite, Visitor
 from cloister.protocol.errors import (
     CloisterError,
     DoorError,
@@ -88,9 +88,7 @@ OTHER = Authority()
 def why(folder: Path, entrance: Entrance, *, name: str = "site-1", identity: Any = None) -> CloisterError:
     """Why the session of a site is refused."""
     client = DoorSite(
-        name,
-        lambda: identity or identity_of(name),
-        lambda: entrance,
+        Visitor(name, lambda: identity or identity_of(name), lambda: entrance),
         lambda: Answering(name),
         folder / "refused",
     )
@@ -126,7 +124,7 @@ def test_a_handshake_is_refused(tmp_path: Path, what: str) -> None:
     with open_channel(tmp_path) as channel:
         error = why(tmp_path, alter(entrance_at(channel.address)))
         assert type(error) is kind
-        assert reason in str(error.value)
+        assert reason in f"{error} {error.value}"
         assert "\n" not in str(error)
         assert channel.connected() == []
         with connected(channel, Answering(), tmp_path):
@@ -143,9 +141,9 @@ def test_only_sites_of_the_federation_connect(tmp_path: Path) -> None:
         ):
             error = why(tmp_path, entrance, name=name, identity=identity)
             assert isinstance(error, MemberError)
-            assert "a site of the federation, with its key" in str(error.value)
+            assert "a site of the federation, with its key" in str(error)
         odd = why(tmp_path, entrance, name="\x1b[2J", identity=new_identity())
-        assert "card name" in str(odd.value)
+        assert "card name" in str(odd)
         assert channel.door.connected() == []
 
 
@@ -526,9 +524,7 @@ def test_a_site_leaves_a_coordinator_that_says_nothing(
     with open_channel(tmp_path) as channel, Relay(channel.address) as relay:
         relay.hold_at["down"] = 1
         client = DoorSite(
-            "site-1",
-            lambda: identity_of("site-1"),
-            lambda: entrance_at(relay.address),
+            Visitor("site-1", lambda: identity_of("site-1"), lambda: entrance_at(relay.address)),
             Answering,
             tmp_path / "refused",
             jitter=lambda: 0.01,
@@ -548,7 +544,7 @@ def test_a_site_leaves_a_coordinator_that_says_nothing(
         client.run()
         error = attempts.get(timeout=WAIT_S)
         assert type(error) is DoorError
-        assert "ancelled" in str(error.value)
+        assert "ancelled" in str(error)
 
 
 def chain(first: list[bytes], waiting: threading.Event) -> Iterator[bytes]:
@@ -837,6 +833,37 @@ def test_a_vector_that_would_fill_the_disk_is_refused(
     assert again.begin(name, len(data)).take()[1] == CHUNK
     with raises(StorageError, tmp_path / "a", says="are free"):
         again.begin(bytes(32), len(data))
+
+
+def test_the_uploads_of_all_sites_together_leave_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 4 * CHUNK
+    free = [2 * size]
+    monkeypatch.setattr(
+        "cloister.protocol.messages.transfer.shutil.disk_usage", lambda _: SimpleNamespace(free=free[0])
+    )
+    with ExitStack() as opened:
+        channel = opened.enter_context(open_channel(tmp_path, most_bytes=size))
+        sites = [opened.enter_context(Raw(channel)) for _ in range(2)]
+        calls = [raw.open(f"site-{number}") for number, raw in enumerate(sites, 1)]
+        asked = channel.ask(dict.fromkeys((1, 2), join_request()), 1.0, group="1")
+        asking = threading.Thread(target=list, args=(asked,))
+        asking.start()
+        ids = [said(call).request.id for call, _ in calls]
+
+        def begun(at: int) -> list[bytes]:
+            vector = Vector(hash=bytes([at] * 32), size=size)
+            part = Part(vector=vector, request=ids[at]).SerializeToString()
+            return list(sites[at].call("Upload", [part], calls[at][1]))
+
+        assert begun(0)
+        with pytest.raises(grpc.RpcError) as refused:
+            begun(1)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        free[0] = 3 * size
+        assert begun(1)
+        asking.join(WAIT_S)
 
 
 def test_a_file_of_an_earlier_process_is_checked(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The heads of audit logs that one party keeps of the others, by which a folder restored from a backup is found.
+
+Each party says the head of its audit log to the other in a session, and keeps the other's. At the next session each
+says what it has kept, and the owner of the log must have that line. A folder that was restored from an older backup
+lacks it: its ledger and its marks may lack charges and answers of the time between.
+
+A head is said to parties that have proved who they are, and shows the number of lines. It binds nobody who lies: a
+party that forks its log on purpose can keep both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from cloister.protocol.errors import RestoredError
+from cloister.protocol.identity.audit_log import FIRST, line_of
+from cloister.protocol.machine.storage import on_disk, write_bytes
+
+COORDINATOR: Final = "coordinator"
+"""The name under which a site keeps its coordinator's head."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last line of an audit log."""
+
+    number: int
+    """Its position, from 1; 0: the log is empty."""
+    hash: str
+    """Its hash in the chain, in hex."""
+
+
+EMPTY: Final = Head(0, FIRST.hex())
+
+
+class Heads:
+    """What one party keeps.
+
+    Args:
+        log: Its own audit log; None: it says nothing, keeps nothing and checks nothing, as in a simulation.
+        folder: Where it keeps the heads of others, a file for each, made if missing.
+    """
+
+    def __init__(self, log: Path | None, folder: Path | None = None) -> None:
+        self._log = log
+        self._folder = folder
+
+    def own(self) -> Head:
+        """The head of its own log.
+
+        Raises:
+            AuditLogError: the file is not an audit log.
+            StorageError: it cannot be read.
+        """
+        line = None if self._log is None else line_of(self._log)
+        return EMPTY if line is None else Head(line.number, line.hash)
+
+    def known(self, peer: str) -> Head:
+        """What it has kept of another party; `EMPTY` if nothing, or what is there is damaged."""
+        try:
+            return Head(**json.loads(self._file(peer).read_bytes())) if self._folder else EMPTY
+        except (OSError, ValueError, TypeError):
+            return EMPTY
+
+    def note(self, peer: str, head: Head) -> None:
+        """Keep a head of another party, unless it is the one that is kept, or of a shorter log.
+
+        A power cut may lose it: then less is found.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        if self._folder is not None and head.number > self.known(peer).number:
+            with on_disk(self._folder):
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+            write_bytes(self._file(peer), json.dumps(asdict(head)).encode(), durable=False)
+
+    def check(self, peer: str, head: Head) -> None:
+        """Check that its own log has a line that another party says that it has seen.
+
+        Raises:
+            RestoredError: it has not.
+            AuditLogError: the file is not an audit log.
+            StorageError: it cannot be read.
+        """
+        if self._log is None or head.number == 0:
+            return
+        line = line_of(self._log, head.number)
+        if line is None or line.hash != head.hash:
+            raise RestoredError(
+                "audit log",
+                f"{self.own().number} lines",
+                expected=f"line {head.number} as {peer} has seen it; the log is older, such as a restored backup",
+                fix=f"restore a newer copy of its folder; without one {peer} may remove the head that it keeps",
+            )
+
+    def _file(self, peer: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{peer}.json"
+
+
+NO_HEADS: Final = Heads(None)
+"""Says, keeps and checks nothing."""

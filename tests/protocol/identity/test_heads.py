@@ -1,0 +1,83 @@
+"""Heads of audit logs: what is found of a log that is shorter than it was, or another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cloister.protocol.errors import AuditLogError, RestoredError
+from cloister.protocol.identity.audit_log import AuditLog, Fact, facts_of, line_of, read_lines
+from cloister.protocol.identity.heads import EMPTY, NO_HEADS, Head, Heads
+from cloister.tests.tools.raises import raises
+
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log whose lines are in several blocks of those that are read at once."""
+    path = tmp_path / "audit.jsonl"
+    AuditLog(path).record(*(Fact("join", f"run {n % 3}", "plan", n, detail="x" * 900) for n in range(1, 301)))
+    assert path.stat().st_size > 4 * 2**16
+    return path
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"number": 301', b"x" * 100])
+def test_each_line_is_found_from_the_end(log: Path, torn: bytes) -> None:
+    lines = read_lines(log)
+    with log.open("ab") as file:
+        file.write(torn)
+    assert [line_of(log, line.number) for line in lines] == list(lines)
+    assert line_of(log) == lines[-1]
+    assert line_of(log, 301) is None
+
+
+@pytest.mark.parametrize("cut", range(0, 1300, 61))
+def test_lines_that_end_anywhere_in_a_block_are_found(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "audit.jsonl"
+    for number in range(1, 140):
+        AuditLog(path).record(Fact("join", "run", "plan", number, detail="x" * (cut if number == 1 else 900)))
+    lines = read_lines(path)
+    assert [line_of(path, line.number) for line in lines] == list(lines)
+
+
+def test_a_log_without_a_line_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    assert line_of(path) is None
+    path.write_bytes(b"torn")
+    assert line_of(path) is None
+    path.write_bytes(b"not a log\n")
+    with raises(AuditLogError, str(path)):
+        line_of(path)
+
+
+def test_the_facts_of_one_run_are_told(log: Path) -> None:
+    assert [fact.round for fact in facts_of(log, "run 1")] == list(range(1, 301, 3))
+    assert list(facts_of(log, "run")) == []
+    assert list(facts_of(log.parent / "none", "run 1")) == []
+
+
+def test_a_head_is_kept_and_is_never_that_of_a_shorter_log(tmp_path: Path) -> None:
+    heads = Heads(None, tmp_path / "heads")
+    assert heads.known("north") == EMPTY
+    heads.note("north", EMPTY)
+    heads.note("north", Head(7, "a" * 64))
+    heads.note("north", Head(6, "b" * 64))
+    heads.note("east", Head(2, "c" * 64))
+    assert heads.known("north") == Head(7, "a" * 64)
+    (tmp_path / "heads" / "east.json").write_bytes(b"{")
+    assert heads.known("east") == EMPTY
+
+
+def test_a_log_must_have_what_was_seen_of_it(log: Path) -> None:
+    heads, lines = Heads(log), read_lines(log)
+    assert heads.own() == Head(300, lines[-1].hash)
+    for line in (lines[0], lines[150], lines[-1]):
+        heads.check("north", Head(line.number, line.hash))
+    heads.check("north", EMPTY)
+    for head in (Head(301, lines[0].hash), Head(12, lines[12].hash), Head(2**63, "")):
+        with raises(RestoredError, "audit log"):
+            heads.check("north", head)
+    NO_HEADS.check("north", Head(1, ""))
+    assert NO_HEADS.own() == NO_HEADS.known("north") == EMPTY
