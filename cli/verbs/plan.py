@@ -105,9 +105,7 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
     own = plan.simulation.source != SimulationSection().source
     counts, line = {}, ""
     if own and local(plan.simulation.source):
-        unusable = (
-            Unusable() if plan.privacy.unit == "none" else None
-        )  # no charge covers what is said of them
+        unusable = Unusable() if plan.privacy.unit == "none" else None  # else no charge covers what is said
         kept, parts, apart = divided(plan, unusable=unusable)
         counts = {"simulation.source": len(kept) + len(apart), "fewest at a site": min(map(len, parts))}
         line = not_used(unusable.left_out, unusable.places, plan) if unusable else ""
