@@ -131,7 +131,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         secure=_secure(plan, history),
         ledger=account.ledger,
         audit=_audit(files.audit),
-        dataset=_dataset(plan, history, account),
+        dataset=over_runs(plan, history, account.epsilon),
         units=claims.things(plan),
         groups=_groups(account, terms),
         trust_model=claims.trust_model(plan),
@@ -461,8 +461,15 @@ def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow | None:
-    """What the dataset has spent over all runs; None if the plan names no ledger for it."""
+def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> DatasetRow | None:
+    """What the dataset has spent over all runs; None if the plan names no ledger for it.
+
+    Args:
+        plan: The plan of a run.
+        history: Its history.
+        epsilon: Epsilon of the run by the coordinator's ledger: a site that was asked and did not train is charged
+            there only. None without a guarantee.
+    """
     shared = DatasetLedger.of(plan)
     if shared is None:
         return None
@@ -471,9 +478,8 @@ def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow |
         found = shared.spent(history.run, history.summed)
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
         return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
-    # A site that was asked and did not train is charged in the coordinator's ledger only.
-    epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
-    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
+    over = _finite(max(found.epsilon, epsilon or 0.0))
+    return DatasetRow(name, path, found.runs, over, shared.limit, found.head)
 
 
 # Tables and facts
