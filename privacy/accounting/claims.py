@@ -7,12 +7,8 @@ Refused: a table of sentences and conditions, because a sentence can depend on s
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from importlib import resources
-from typing import Any
-
 from cloister.privacy.accounting.accountant import Spent
+from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.accounting.terms import Terms, participation
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.protocol.plan.plan import (
@@ -23,9 +19,6 @@ from cloister.protocol.plan.plan import (
     PrivacySection,
     SelectionSection,
 )
-
-_KEPT, _GIVEN_BACK = str.maketrans(" \n", "\ue000\ue001"), str.maketrans("\ue000\ue001", " \n")
-"""White space of a value that a sentence quotes has stand-ins while the lines of a paragraph are joined."""
 
 
 def _thing(plan: Plan) -> str:
@@ -98,22 +91,22 @@ def things(plan: Plan) -> str:
 
 def trust_model(plan: Plan) -> str:
     """Where the noise is added, and so who sees what before it: the trust model, in the words of NIST SP 800-226."""
-    return _line("trust_model", plan)
+    return _PROSE.line("trust_model", plan)
 
 
 def protected_from(plan: Plan) -> str:
     """Against whom the guarantee holds, for a reader who is not an engineer."""
-    return _line("protected_from", plan)
+    return _PROSE.line("protected_from", plan)
 
 
 def responsible(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
     """Who is responsible for what, for a reader who is not an engineer."""
-    return _said("responsible", plan, simulated)
+    return _PROSE.said("responsible", plan, simulated)
 
 
 def exposure(plan: Plan, *, simulated: bool) -> str:
     """How exposed the data is before the mechanism: what no differential privacy changes."""
-    return _line("exposure", plan, simulated)
+    return _PROSE.line("exposure", plan, simulated)
 
 
 def relation(plan: Plan) -> str:
@@ -131,23 +124,23 @@ def relation(plan: Plan) -> str:
 
 def mechanism(plan: Plan, terms: Terms | None) -> str:
     """What adds noise to what."""
-    return "" if terms is None else _line("mechanism", plan, terms)
+    return "" if terms is None else _PROSE.line("mechanism", plan, terms)
 
 
 def method(plan: Plan) -> str:
     """How the mechanism is computed: how gradients are taken, or who adds the noise."""
-    return _line("method", plan)
+    return _PROSE.line("method", plan)
 
 
 def accountant(plan: Plan, most: Spent | None) -> str:
     """How losses were composed; `most` is what the site with the largest loss has spent, if any site was charged."""
-    text = _line("accountant", plan, plan.privacy.accountant if most is None else most.accountant)
+    text = _PROSE.line("accountant", plan, plan.privacy.accountant if most is None else most.accountant)
     return f"{text}. {most.note[:1].upper()}{most.note[1:]}" if most is not None and most.note else text
 
 
 def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[str, ...]:
     """What must be true for the guarantee to hold; `simulated`: the sites' own ledgers were read as well."""
-    return () if terms is None else _said("assumptions", plan, simulated)
+    return () if terms is None else _PROSE.said("assumptions", plan, simulated)
 
 
 def law(search: SelectionSection) -> str:
@@ -158,51 +151,32 @@ def law(search: SelectionSection) -> str:
 
 def searched(plan: Plan) -> str:
     """What the price of the best trial of a search assumes; empty for a run that is no trial."""
-    return _line("searched", plan)
+    return _PROSE.line("searched", plan)
 
 
 def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
     """Who is trusted, and with what; `simulated`: the run was on one machine."""
-    return _said("trusted", plan, simulated)
+    return _PROSE.said("trusted", plan, simulated)
 
 
 def poisoned(plan: Plan) -> tuple[str, ...]:
     """What a simulation says of the sites that it poisoned; a rehearsal poisons none."""
-    return _said("poisoned", plan)
+    return _PROSE.said("poisoned", plan)
 
 
 def not_covered(plan: Plan) -> tuple[str, ...]:
     """What the guarantee says nothing about."""
-    return _said("not_covered", plan)
+    return _PROSE.said("not_covered", plan)
 
 
-def _line(claim: str, *about: object) -> str:
-    """What a macro says, in one line."""
-    return " ".join(_said(claim, *about))
-
-
-def _said(claim: str, *about: object) -> tuple[str, ...]:
-    """The paragraphs of a macro of `claims.jinja`, each in one line."""
-    paragraphs = re.split(r"\n\s*\n", getattr(_macros(), claim)(*about))
-    lines = (re.sub(r"[ \n]+", " ", paragraph).strip() for paragraph in paragraphs)
-    return tuple(line.translate(_GIVEN_BACK) for line in lines if line)
-
-
-@cache
-def _macros() -> Any:
-    """The macros of `claims.jinja`, by name."""
-    import jinja2  # a caller that only names units does not need it
-
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"repr": repr, "exact": lambda value: value.translate(_KEPT)}
-    environment.globals |= {
-        "law": law,
-        "loss": loss,
-        "independent": Blt(),
-        "participation": participation,
-        "thing": _thing,
-        "NO_EVALUATION": NO_EVALUATION,
-        "SIMULATED_PUBLIC": SIMULATED_PUBLIC,
-    }
-    file = resources.files("cloister.privacy.accounting").joinpath("claims.jinja")
-    return environment.from_string(file.read_text(encoding="utf-8")).module
+_PROSE = Prose(
+    "cloister.privacy.accounting",
+    "claims.jinja",
+    law=law,
+    loss=loss,
+    independent=Blt(),
+    participation=participation,
+    thing=_thing,
+    NO_EVALUATION=NO_EVALUATION,
+    SIMULATED_PUBLIC=SIMULATED_PUBLIC,
+)
