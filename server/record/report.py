@@ -34,7 +34,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from cloister.aggregation.secure.keys import PROTOCOL
 from cloister.privacy.accounting import claims
@@ -68,7 +67,7 @@ from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, 
 from cloister.protocol.identity.roster import load_roster
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import recorded
-from cloister.server.record.folder import RunFiles, read_plan, stored_checkpoints
+from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, run_history
 
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
@@ -574,12 +573,9 @@ def _dimension(files: RunFiles) -> int:
             expected="a checkpoint of the run, which shows how many parameters are trained",
             fix="restore one from a backup",
         )
-    try:
-        with safe_open(stored[-1], framework="np") as file:
-            names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(str(stored[-1]), expected=f"a whole checkpoint ({error})") from error
+    with opened(stored[-1], expected="a whole checkpoint") as file:
+        names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def _audit(path: Path) -> AuditRow | None:
