@@ -411,9 +411,8 @@ def lay_out(plan: Plan, folder: Path) -> None:
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
     for index, (name, key) in enumerate(identities.items()):
-        save_identity(
-            key, names.site(name) / "identity.pem", durable=False
-        )  # the folder is synced as a whole
+        # The folder is synced as a whole.
+        save_identity(key, names.site(name) / "identity.pem", durable=False)
         write_config(plan, names, index, roster="../roster.toml", roster_hash=roster.hash.hex())
 
 

@@ -24,6 +24,7 @@ from cloister.server.record import progress
 
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
+_SETS_STATUS = progress.Step, progress.Preparing, progress.Started, progress.RoundStarted, progress.Finished
 _DOING = {"train": "training", "evaluate": "evaluating"}
 
 
@@ -210,14 +211,7 @@ class LiveDisplay(LineDisplay):
     def event(self, event: progress.Event) -> None:
         """Update the screen."""
         with self._lock:
-            if isinstance(
-                event,
-                progress.Step
-                | progress.Preparing
-                | progress.Started
-                | progress.RoundStarted
-                | progress.Finished,
-            ):  # what sets the status
+            if isinstance(event, _SETS_STATUS):
                 self._step = event if isinstance(event, progress.Step) else None
             match event:
                 case progress.Preparing(what):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TypeVar
 
 from rich.table import Table
@@ -21,14 +21,14 @@ from cloister.lm.output.generate import generate
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
-from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.report.figures import at_most
-from cloister.protocol.errors import BudgetError, LedgerError, StorageError, one_line
+from cloister.protocol.errors import one_line
 from cloister.protocol.plan.plan import DataSection
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
+from cloister.server.record.report import over_runs
 from cloister.simulations.federation import left_out
 from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
 
@@ -58,7 +58,7 @@ def to_json(
         None where there is no figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else outcome.epsilon
-    over = None if epsilon is None else _over_runs(folder, epsilon)
+    over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)
     label = folder.plan.data.label
     return {
         "run": str(folder.path),
@@ -85,31 +85,6 @@ def to_json(
         "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
         "params_sha256": outcome.params_sha256,
     }
-
-
-@dataclass(frozen=True)
-class _OverRuns:
-    """The dataset of a run over all its runs, as a program gets it."""
-
-    name: str
-    limit: float | None
-    runs: int | None = None
-    epsilon: float | None = None
-    problem: str = ""
-    """Why neither is known; empty if they are."""
-
-
-def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
-    """What the plan's dataset has spent over all runs, with this one's epsilon; None if no ledger counts them."""
-    shared = DatasetLedger.of(folder.plan)
-    if shared is None:
-        return None
-    try:
-        history = run_history(folder)
-        spent = shared.spent(history.run, history.summed)
-    except (BudgetError, LedgerError, StorageError) as error:  # the run is finished all the same
-        return _OverRuns(shared.dataset, shared.limit, problem=str(error))
-    return _OverRuns(shared.dataset, shared.limit, spent.runs, max(spent.epsilon, epsilon))
 
 
 def losses_of_sites(
@@ -241,16 +216,17 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
         limit = "" if budget is None else f", of a budget of {budget:g}"
         table.add_section()
         table.add_row("what is protected", unit(plan))
-        over = _over_runs(folder, outcome.epsilon)
+        over = over_runs(plan, run_history(folder), outcome.epsilon)
         alone = "epsilon, this run" if over is not None and not over.problem else "epsilon, this run alone"
         table.add_row(alone, f"{at_most(outcome.epsilon)}{limit}")
         if over is not None:
             limit = "" if over.limit is None else f", of a limit of {over.limit:g}"
-            which, figure = f"epsilon, all runs on {over.name}", f"not known: {over.problem}"
-            if over.epsilon is not None:
-                which = f"epsilon, all runs ({over.runs}) on {over.name}"
+            runs, figure = f" ({over.runs})", "no bound"
+            if over.problem:
+                runs, figure = "", f"not known: {over.problem}"
+            elif over.epsilon is not None:
                 figure = f"{at_most(over.epsilon)}{limit}"
-            table.add_row(Text(which), Text(figure))
+            table.add_row(Text(f"epsilon, all runs{runs} on {over.name}"), Text(figure))
         table.add_row("delta", f"{privacy.delta:g}")
     _add_costs(table, outcome, label)
     return table

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.cli.options.shared_options import add_action, add_json, add_plan, chosen_plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from cloister.cli.show.console import PipedConsole
     from cloister.privacy.accounting.terms import Terms
     from cloister.privacy.mechanism.correlated import Blt
     from cloister.protocol.plan.plan import Plan
@@ -56,8 +55,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     plan = chosen_plan(arguments)
-    from rich.text import Text
-
     from cloister.cli.show.console import PipedConsole
     from cloister.lm.model.model import count_parameters
     from cloister.privacy.accounting.terms import terms_of
@@ -78,9 +75,13 @@ def _check(arguments: argparse.Namespace) -> int:
         return 0
     console = PipedConsole()
     _print_plan(console, plan)
-    _print_cost(console, plan, estimate, secure, terms, records)
+    counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
+    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate)]
+    sections += [_of_secure_sum(plan, secure)] if secure else []
+    sections += [privacy_rows(plan, terms)] if terms else []
+    _print_cost(console, plan, sections)
     if not_used:
-        console.print(Text(f"records of the sites: {not_used}", style="bold yellow"), soft_wrap=True)
+        console.say(f"records of the sites: {not_used}", "bold yellow")
     return 0
 
 
@@ -105,9 +106,7 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
     own = plan.simulation.source != SimulationSection().source
     counts, line = {}, ""
     if own and local(plan.simulation.source):
-        unusable = (
-            Unusable() if plan.privacy.unit == "none" else None
-        )  # no charge covers what is said of them
+        unusable = Unusable() if plan.privacy.unit == "none" else None  # else no charge covers what is said
         kept, parts, apart = divided(plan, unusable=unusable)
         counts = {"simulation.source": len(kept) + len(apart), "fewest at a site": min(map(len, parts))}
         line = not_used(unusable.left_out, unusable.places, plan) if unusable else ""
@@ -151,44 +150,26 @@ def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
     return "buffers of correlated noise: noise on the sum of all rounds", found
 
 
-def _print_plan(console: Console, plan: Plan) -> None:
-    from rich.text import Text
-
+def _print_plan(console: PipedConsole, plan: Plan) -> None:
     from cloister.protocol.plan.template import to_toml
 
     for line in to_toml(plan, comments=False).splitlines():
-        console.print(Text(line, style="bold" if line.startswith("[") else ""), soft_wrap=True)
+        console.say(line, "bold" if line.startswith("[") else "")
     console.print()
 
 
-def _print_cost(
-    console: Console,
-    plan: Plan,
-    estimate: Cost,
-    secure: SecureCost | None,
-    terms: Terms | None,
-    records: Mapping[str, int],
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_cost(console: PipedConsole, plan: Plan, sections: Iterable[Iterable[tuple[str, str]]]) -> None:
+    from cloister.cli.show.console import columns
 
-    table = Table(title="Cost", title_justify="left", show_header=False)
-    table.add_column(style="cyan")
-    table.add_column(justify="right")
-    counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
-    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate)]
-    if secure:
-        sections.append(_of_secure_sum(plan, secure))
-    if terms:
-        sections.append(privacy_rows(plan, terms))
+    table = columns("", "", title="Cost")
     for section in sections:
         for row in section:
             table.add_row(*row)
         table.add_section()
     console.print(table)
     for warning in warnings(plan):
-        console.print(Text(warning, style="bold yellow"))
-    console.print(Text(f"digest {plan.digest()}", style="dim"))
+        console.say(warning, "bold yellow")
+    console.say(f"digest {plan.digest()}", "dim")
 
 
 def warnings(plan: Plan) -> list[str]:

@@ -48,7 +48,8 @@ def origin(
     digest = blake3()
     own = not model.name.startswith("builtin:")
     if own:
-        digest.update(pack("configuration", _canonical(_plain(module).config)))
+        config: Any = module.config  # under an adapter that of its base
+        digest.update(pack("configuration", _canonical(config)))
         # The plan's seed gives the frozen factors of an adapter, and their last bits are those of a processor.
         drawn = _of_adapter(module)
         for name, value in sorted(dict((*module.named_parameters(), *module.named_buffers())).items()):
@@ -71,11 +72,6 @@ def _of_adapter(module: nn.Module) -> set[int]:
         for name in layer.adapter_layer_names
         for parameter in getattr(layer, name).parameters()
     }
-
-
-def _plain(module: nn.Module) -> Any:
-    get_base: Any = getattr(module, "get_base_model", None)
-    return module if get_base is None else get_base()
 
 
 def _canonical(config: PreTrainedConfig) -> str:

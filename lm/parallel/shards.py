@@ -309,9 +309,8 @@ class Shards(Weights):
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor):
                 assert isinstance(parameter, DTensor)
-                if (
-                    gradient.placements != parameter.placements
-                ):  # of a norm of heads: not summed over them yet
+                # Of a norm of heads: not summed over them yet.
+                if gradient.placements != parameter.placements:
                     gradient = gradient.redistribute(placements=parameter.placements)
                 gradient = gradient.to_local()
             local.grad = gradient
@@ -430,9 +429,8 @@ def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
     """
     sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
     group = {id(p): number for number, each in enumerate(sharded) for p in each.parameters()}
-    sizes = [0] * (
-        1 + max(group.values(), default=0)
-    )  # modules inside others come after them, and take theirs
+    # Modules inside others come after them, and take theirs.
+    sizes = [0] * (1 + max(group.values(), default=0))
     for parameter in module.parameters():
         if id(parameter) in group:
             whole = region(parameter.shape, _cuts(parameter)._replace(shard=-1), mesh, at)

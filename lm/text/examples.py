@@ -115,29 +115,23 @@ def to_examples(
             text = unusable.tried("refused by the chat template", _rendered, tokenizer, place, fields)
             if text is None:
                 continue
-            label: int | None = None
+            of: dict[str, Any] = {}
             if classes:
-                label = unusable.tried(
-                    "without a label in data.classes", _label, data, classes, place, record
-                )
-                if label is None:
-                    continue
-            question: tuple[str, int] | None = None
+                wrong = "without a label in data.classes"
+                of["label"] = unusable.tried(wrong, _label, data, classes, place, record)
             if choices:
-                question = unusable.tried(
-                    "with a completion that is not in data.choices", _question, data, choices, place, record
-                )
-                if question is None:
-                    continue
-            yield record, text, label, question, unusable.place
+                wrong = "with a completion that is not in data.choices"
+                of["question"] = unusable.tried(wrong, _question, data, choices, place, record)
+            if None not in of.values():
+                yield record, text, of, unusable.place
 
     for batch in _by_size(rendered()):
-        texts, places = [each[1] for each in batch], [each[4] for each in batch]
+        texts, places = [each[1] for each in batch], [each[3] for each in batch]
         examples = unusable.tried_together("refused by the tokenizer", encode, texts, places)
-        for (record, _, label, question, place), example in zip(batch, examples, strict=True):
+        for (record, _, of, place), example in zip(batch, examples, strict=True):
             if example is not None:
                 unusable.place = place
-                yield record, replace(example, label=label, question=question)
+                yield record, replace(example, **of)
 
 
 def _classified(
@@ -236,8 +230,8 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-_Rendered = tuple[Record, _Text, int | None, tuple[str, int] | None, str]
-"""A record, its text, the class of a text that is classified, the question of a record with a choice, and its place."""
+_Rendered = tuple[Record, _Text, dict[str, Any], str]
+"""A record, its text, the label or question of its example (classes and choices are never both), and its place."""
 
 
 @lru_cache(maxsize=1)

@@ -94,9 +94,7 @@ class Unusable:
             return act(*arguments)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # a template raises anything, and a panic in a tokenizer is no `Exception`
+        except BaseException as error:  # of a template anything; a panic in a tokenizer is no `Exception`
             self.leave_out(reason)
             self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None

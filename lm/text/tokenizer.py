@@ -124,9 +124,8 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedToken
         revision = model.revision if own else "main"
         online = on_hub(name, kind="model", revision=revision, field=field, error=ModelError)
         tokenizer = _load(field, name, revision, local=not online)
-    if (
-        not tokenizer.is_fast
-    ):  # others keep files, not values: what they have loaded cannot be compared between sites
+    # Others keep files, not values: what they have loaded cannot be compared between sites.
+    if not tokenizer.is_fast:
         raise ModelError(
             field,
             name,

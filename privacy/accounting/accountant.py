@@ -221,9 +221,7 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
     gaussian: Counter[float] = Counter()
     skellam: Counter[tuple[float, float, float]] = Counter()
     selections: Counter[tuple[_Losses, float, float]] = Counter()
-    sensitivity = (
-        group if unit == "site" else 2
-    )  # a part of a site may change its vector from any to any other
+    sensitivity = group if unit == "site" else 2  # a part of a site may change its vector from any to any
     for event in events:
         match event:
             case SampledGaussian(z, q, count):

@@ -58,15 +58,11 @@ def draw(mean: float, shape: float | None, uniform: Callable[[], float] | None =
         shape: As in `probabilities`.
         uniform: Draws from [0, 1); None: 53 secret random bits.
     """
-    return _inverse(mean, shape, secrets.SystemRandom().random() if uniform is None else uniform())
+    return quantile(mean, shape, secrets.SystemRandom().random() if uniform is None else uniform())
 
 
 def quantile(mean: float, shape: float | None, level: float) -> int:
     """The least number that K exceeds with a probability of at most 1 - level."""
-    return _inverse(mean, shape, level)
-
-
-def _inverse(mean: float, shape: float | None, level: float) -> int:
     below = 0.0
     for number, probability in enumerate(probabilities(mean, shape)):
         below += probability

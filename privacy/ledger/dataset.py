@@ -109,7 +109,8 @@ class DatasetLedger:
         """
         if not run and self._search is None:  # else it is not created again, without what was spent
             Ledger(self.path, OWNER, self._compose)
-        entries = self._history().entries
+        history = self._history()
+        entries = history.entries
         self._check_unit(entries)
         self._check_complete(entries, run, summed)
         if self._search is not None:
@@ -117,7 +118,7 @@ class DatasetLedger:
         if not any(entry.charge.run == run for entry in entries) and not self.affords(
             terms, run or "a new run", 1, sites
         ):
-            spent = self._epsilon(self._events(entries))
+            spent = self._epsilon(history.events(self.dataset))
             raise BudgetError(
                 f"epsilon of the dataset {self.dataset!r} in {self.path}",
                 round(spent, 4),
@@ -139,15 +140,11 @@ class DatasetLedger:
         """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""
         if self.limit is None or self._search is not None:
             return True
-        entries = self._history().entries
-        paid = {entry.charge.id for entry in entries}
-        coming = {
-            charge.id: charge
-            for charge in (self._charge(run, round_number, site, 0, terms.events(1)) for site in sites)
-            if charge.id not in paid
-        }
-        events = [event for charge in coming.values() for event in from_json(charge.event)]
-        return not events or self._epsilon([*self._events(entries), *events]) <= self.limit
+        history = self._history()
+        charges = [self._charge(run, round_number, site, 0, terms.events(1)) for site in sites]
+        paid = {entry.charge.id for entry in history.entries}
+        coming = {charge.id: charge.event for charge in charges if charge.id not in paid}
+        return not coming or self._epsilon([*history.events(self.dataset), *coming.values()]) <= self.limit
 
     def spent(self, run: str = "", summed: Iterable[int] = ()) -> DatasetSpent:
         """What the dataset has spent over all runs, at the plan's delta.
@@ -164,7 +161,7 @@ class DatasetLedger:
         self._check_unit(history.entries)
         self._check_complete(history.entries, run, summed)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
-        return DatasetSpent(len(runs), self._epsilon(self._events(history.entries)), history.head.hex())
+        return DatasetSpent(len(runs), self._epsilon(history.events(self.dataset)), history.head.hex())
 
     def pay_search(self, terms: Terms) -> None:
         """Charge the search that the plan is a trial of, durably and once: its trials may be drawn after this alone.
@@ -241,12 +238,8 @@ class DatasetLedger:
                 fix="the ledger was replaced or lost: restore it from a backup",
             )
 
-    def _events(self, entries: Iterable[Entry]) -> list[Event]:
-        texts = [entry.charge.event for entry in entries if entry.charge.dataset == self.dataset]
-        return [event for text in texts for event in from_json(text)]
-
-    def _epsilon(self, events: Sequence[Event]) -> float:
-        return epsilon_of(events, self._plan.privacy.delta, self._plan.privacy.accountant)
+    def _epsilon(self, texts: Sequence[str]) -> float:
+        return self._compose(texts, self._plan.privacy.delta)
 
     def _compose(self, texts: Sequence[str], delta: float) -> float:
         events = [event for text in texts for event in from_json(text)]

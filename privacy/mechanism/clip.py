@@ -43,9 +43,8 @@ REDRAWS = 64
 """Roundings that `integer_round` tries: all of them exceed it with probability at most `BETA`^64 = 1.3e-14."""
 
 _MARGIN = 2.0**-37
-_MOST_STEPS = (
-    2.0**32
-)  # a 32-bit ring holds less; up to here `rounded_l2` exceeds the bound by more than the margin
+# A 32-bit ring holds less; up to here `rounded_l2` exceeds the bound by more than the margin.
+_MOST_STEPS = 2.0**32
 
 
 def alone(numbers: list[float]) -> list[float]:

@@ -320,18 +320,7 @@ def central(
     scale = 2.0 ** math.floor(math.log2(room))
     rounded = 1 + contributors * 2.0**-23
     apart = rounded_l2(scale, dimension) * rounded
-    if correlated is not None:
-        blt, pattern = correlated
-        return SiteMechanism(
-            dimension=dimension,
-            scale=scale,
-            variance=0.0,
-            deviation=noise_multiplier * sensitivity(blt, pattern) * apart / scale,
-            event=CorrelatedGaussian(noise_multiplier, pattern.rounds, pattern.separation, pattern.most),
-            correlation=blt,
-            contributors=contributors,
-        )
-    return SiteMechanism(
+    mechanism = SiteMechanism(
         dimension=dimension,
         scale=scale,
         variance=0.0,
@@ -340,6 +329,14 @@ def central(
         adaptive=adaptive,
         count_step=int(scale) // 2 if sigma_b else 0,
         count_deviation=sigma_b * rounded,
+    )
+    if correlated is None:
+        return mechanism
+    blt, pattern = correlated
+    event = CorrelatedGaussian(noise_multiplier, pattern.rounds, pattern.separation, pattern.most)
+    deviation = noise_multiplier * sensitivity(blt, pattern) * apart / scale
+    return dataclasses.replace(
+        mechanism, event=event, deviation=deviation, correlation=blt, contributors=contributors
     )
 
 

@@ -247,9 +247,7 @@ class Settings(Generic[S]):
 
     def _known(self, location: tuple[int | str, ...]) -> tuple[str, str]:
         """The keys that are known where an unknown one is, and the known key that was probably meant."""
-        path = tuple(
-            part for part in location[:-1] if isinstance(part, str)
-        )  # lists of sections are numbered
+        path = _path(location)
         known = {at: set(section.model_fields) for at, section in _sections(self.section, ())}
         here, name = known[path], str(location[-1])
         nearest = difflib.get_close_matches(name, here, n=1)
@@ -262,8 +260,7 @@ class Settings(Generic[S]):
         return f"one of {where} ({', '.join(sorted(here))})", f"did you mean {meant[0]}?" if meant else ""
 
     def _in_words(self, location: tuple[int | str, ...]) -> str:
-        path = tuple(part for part in location[:-1] if isinstance(part, str))
-        section = dict(_sections(self.section, ())).get(path)
+        section = dict(_sections(self.section, ())).get(_path(location))
         field = section.model_fields.get(str(location[-1])) if section else None
         return (
             next((each.expected for each in field.metadata if isinstance(each, InWords)), "") if field else ""
@@ -275,6 +272,11 @@ def in_words(message: str) -> str:
     message = re.sub(r"^\w+ should (be|have) ", "", message)
     message = re.sub(r"^a valid (?=(\w))", lambda match: "an " if match[1] in "aeiou" else "a ", message)
     return message[0].lower() + message[1:]
+
+
+def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The sections that a place is in, without the numbers of those in a list."""
+    return tuple(part for part in location[:-1] if isinstance(part, str))
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -292,23 +292,21 @@ def _of_groups(plan: Plan) -> Iterator[Refusal]:
             else f"remove aggregation.groups, or raise cohort.{'sites' if cohort.fraction == 1 else 'fraction'}",
             "definition",
         )
-    pairs: tuple[tuple[bool, str, str, Because], ...] = (
-        (
-            cohort.mode == "async",
+    instead = "remove it, or remove aggregation.groups"
+    if cohort.mode == "async":
+        yield Refusal(
             "cohort.mode",
             '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
+            instead,
             "definition",
-        ),
-        (
-            plan.privacy.correlated is not None,
+        )
+    if plan.privacy.correlated is not None:
+        yield Refusal(
             "privacy.correlated",
             "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
+            instead,
             "charge",
-        ),
-    )
-    for refused, field, expected, because in pairs:
-        if refused:
-            yield Refusal(field, expected, "remove it, or remove aggregation.groups", because)
+        )
 
 
 def _of_compression(plan: Plan) -> Iterator[Refusal]:

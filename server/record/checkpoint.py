@@ -11,8 +11,7 @@ repeated: its model may have been read here, and a second one could have other s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cloister.lm.model.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.machine.storage import write_file
-from cloister.server.record.folder import checkpoint_file, stored_checkpoints
+from cloister.server.record.folder import checkpoint_file, opened, stored_checkpoints
 
 Vector = npt.NDArray[np.float32]
 
@@ -112,7 +110,7 @@ class Checkpoints:
         path = self.path(round_number)
         if not path.exists():
             return None
-        with _opened(path) as file:
+        with opened(path, expected="a whole checkpoint", framework="pt", fix=_FIX) as file:
             named = file.metadata() or {}
         facts: dict[str, Any] | None = json.loads(named["facts"]) if "facts" in named else None
         return facts
@@ -124,7 +122,7 @@ class Checkpoints:
             RunFolderError: the checkpoint is missing, damaged, or of another model.
         """
         path = self.path(round_number)
-        with _opened(path) as file:
+        with opened(path, expected="a whole checkpoint", framework="pt", fix=_FIX) as file:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
 
@@ -141,12 +139,3 @@ class Checkpoints:
         state = {name: t.clone() for name, t in part(_OPTIMIZER).items()}  # it is mapped from the file
         features = {name: t.numpy() for name, t in part(_FEATURES).items()}
         return Checkpoint(round_number, weights, state, features)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(str(path), expected=f"a whole checkpoint ({error})", fix=_FIX) from error

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from cloister.protocol.errors import EngineError, PlanError
-from cloister.protocol.plan.soundness import recorded
+from cloister.protocol.errors import EngineError
 from cloister.server.record.progress import Event, Started
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -34,12 +33,8 @@ def from_json(line: str | bytes) -> Event:
         fields = dict(json.loads(line))
         kind = str(fields.pop("event"))
         fields.pop("at", None)  # the time, in a file
-        if kind == Started.__name__:
-            fields["plan"] = recorded(json.dumps(fields["plan"]))
-            fields["sites"] = tuple(fields["sites"])
-            return Started(**fields)
-        event: Event = _adapter(kind).validate_python(fields)
-    except (ValueError, TypeError, KeyError, ValidationError, PlanError) as error:
+        event: Event = _adapter(kind).validate_json(json.dumps(fields))
+    except (ValueError, TypeError, KeyError, ValidationError) as error:
         raise EngineError("event of a run", expected="a line of JSON of this release of cloister") from error
     return event
 

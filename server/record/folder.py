@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError, safe_open
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.closing import Closing
@@ -308,6 +310,20 @@ def make_folder(path: Path, file: str, what: str, command: Callable[[], str]) ->
             fix="choose another --out",
         ) from error
     return made
+
+
+@contextmanager
+def opened(path: Path, *, expected: str, framework: str = "np", fix: str = "") -> Iterator[Any]:
+    """A safetensors file of a run, as `safe_open` gives it.
+
+    Raises:
+        RunFolderError: the file is not there or damaged; `expected` and `fix` say what it is and what to do.
+    """
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(str(path), expected=f"{expected} ({error})", fix=fix) from error
 
 
 def locked(path: Path, what: str) -> IO[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cloister.lm.model.layout import Vector, params_sha256
@@ -10,8 +9,10 @@ from cloister.lm.training.public import train_in_public
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.machine.storage import write_file
 from cloister.protocol.plan.plan import Plan
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFolder, opened
 from cloister.server.record.progress import Observer, Preparing, Step
+
+_AGAIN = "remove the file to train it again"
 
 
 def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
@@ -34,21 +35,12 @@ def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
         )
         facts = {"plan": plan.digest(), "params_sha256": params_sha256(trained)}
         write_file(path, lambda temporary: save_file({"model": trained}, temporary, metadata=facts))
-    try:
-        with safe_open(path, framework="np") as file:
-            kept: Vector = file.get_tensor("model")
-            facts = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(
-            str(path),
-            expected=f"the publicly trained model ({error})",
-            fix="remove the file to train it again",
-        ) from error
+    with opened(path, expected="the publicly trained model", fix=_AGAIN) as file:
+        kept: Vector = file.get_tensor("model")
+        facts = file.metadata() or {}
     if facts.get("params_sha256") != params_sha256(kept):
         raise RunFolderError(
-            str(path),
-            expected="weights with the SHA-256 that was recorded with them",
-            fix="remove the file to train it again",
+            str(path), expected="weights with the SHA-256 that was recorded with them", fix=_AGAIN
         )
     return kept
 

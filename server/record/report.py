@@ -34,7 +34,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
 
 from cloister.aggregation.secure.keys import PROTOCOL
 from cloister.privacy.accounting import claims
@@ -68,7 +67,7 @@ from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, 
 from cloister.protocol.identity.roster import load_roster
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import recorded
-from cloister.server.record.folder import RunFiles, read_plan, stored_checkpoints
+from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, run_history
 
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
@@ -131,7 +130,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         secure=_secure(plan, history),
         ledger=account.ledger,
         audit=_audit(files.audit),
-        dataset=_dataset(plan, history, account),
+        dataset=over_runs(plan, history, account.epsilon),
         units=claims.things(plan),
         groups=_groups(account, terms),
         trust_model=claims.trust_model(plan),
@@ -461,8 +460,15 @@ def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow | None:
-    """What the dataset has spent over all runs; None if the plan names no ledger for it."""
+def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> DatasetRow | None:
+    """What the dataset has spent over all runs; None if the plan names no ledger for it.
+
+    Args:
+        plan: The plan of a run.
+        history: Its history.
+        epsilon: Epsilon of the run by the coordinator's ledger: a site that was asked and did not train is charged
+            there only. None without a guarantee.
+    """
     shared = DatasetLedger.of(plan)
     if shared is None:
         return None
@@ -471,9 +477,8 @@ def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow |
         found = shared.spent(history.run, history.summed)
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
         return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
-    # A site that was asked and did not train is charged in the coordinator's ledger only.
-    epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
-    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
+    over = _finite(max(found.epsilon, epsilon or 0.0))
+    return DatasetRow(name, path, found.runs, over, shared.limit, found.head)
 
 
 # Tables and facts
@@ -568,12 +573,9 @@ def _dimension(files: RunFiles) -> int:
             expected="a checkpoint of the run, which shows how many parameters are trained",
             fix="restore one from a backup",
         )
-    try:
-        with safe_open(stored[-1], framework="np") as file:
-            names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(str(stored[-1]), expected=f"a whole checkpoint ({error})") from error
+    with opened(stored[-1], expected="a whole checkpoint") as file:
+        names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118  # not a dict
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def _audit(path: Path) -> AuditRow | None:

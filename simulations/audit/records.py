@@ -284,9 +284,8 @@ class RecordGame:
             for correct, k in zip(right, numbers, strict=True)
         ]
         best = int(np.argmax(bounds))
-        if not bounds[
-            best
-        ]:  # no bound to maximise: guess most of the canaries that are expected in some batch
+        # No bound to maximise: guess most of the canaries that are expected in some batch.
+        if not bounds[best]:
             drawn = 1 - (1 - self._rate) ** steps
             return max(1, round(0.6 * drawn * m / 2)), 0.0
         return numbers[best], bounds[best]

@@ -46,9 +46,8 @@ ANSWER_S = 10.0
 _ENDING_S = 10.0  # for Ray's processes, after they were told to end
 _LONGEST_PLACE = 21  # bytes, so that the paths of Ray's sockets have the 107 that the kernel allows
 _CHECK_S = 90.0  # for a node to start a process that imports this package
-_HTTP2 = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-)  # RFC 9113, 3.4: the preface and SETTINGS
+# RFC 9113, 3.4: the preface and SETTINGS.
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; without it Ray warns
@@ -305,9 +304,8 @@ def software() -> dict[str, str]:
     for file in (file for part in _RUNS for file in sorted((root / part).rglob("*.py"))):
         source.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
         source.update(file.read_bytes())
-    public = {
-        name: metadata.version(name).partition("+")[0] for name in _SAME
-    }  # a build may differ: with a GPU, without
+    # A build may differ: with a GPU, without.
+    public = {name: metadata.version(name).partition("+")[0] for name in _SAME}
     return {
         "python": platform.python_version(),
         **public,

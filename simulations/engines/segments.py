@@ -24,9 +24,7 @@ from cloister.simulations.engines.process import return_freed_memory
 
 _IN_BAND = 1 << 14  # bytes; pickling a smaller vector costs less than a segment
 _SPARE_SEGMENTS = 2  # segments that a worker keeps for its next reply
-_LARGEST_LENT = (
-    1 << 24
-)  # bytes; what reuse saves for a larger vector is small beside the time of its training
+_LARGEST_LENT = 1 << 24  # bytes; what reuse saves for a larger vector is small beside its training
 
 
 class PushSegments:

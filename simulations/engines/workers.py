@@ -228,9 +228,7 @@ class WorkerPool:
             EngineError: several workers ended one after the other before they were ready, or none can be started.
         """
         was_starting = worker.state is State.STARTING
-        how = worker.end(
-            _EXIT_SECONDS
-        )  # a crashing process closes its socket before its exit status is known
+        how = worker.end(_EXIT_SECONDS)  # a crashing process closes its socket before its status is known
         self._workers[worker.index] = None
         if was_starting:
             self._failed_starts += 1

@@ -260,10 +260,9 @@ def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
         _run_sealed(folder, engine)
     found = Found(None, folder.untrained)
     if folder.best.exists():
+        # Here, because the final model of an adapter names its base by the path.
         with RunFolder.reopen(folder.best) as run:
-            finish(
-                run, lambda _event: None
-            )  # here, because the final model of an adapter names its base by the path
+            finish(run, lambda _event: None)
         values: dict[str, Value] = json.loads((folder.best / SETTINGS).read_bytes())
         best = Trial(0, values, "complete", outcome(RunFiles(folder.best)).final_loss)
         found = Found(best, folder.best)

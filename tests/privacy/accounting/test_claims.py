@@ -146,3 +146,12 @@ def test_unequal_steps_are_a_part_of_the_mechanism() -> None:
     scaled = "Each site first scales its update by the mean of the cohort's local steps over its own"
     assert f"{scaled}: the numbers are public" in words(*site, "local.balance=weighted")
     assert scaled not in words(*site)
+
+
+def test_a_sentence_is_one_line_and_quotes_a_value_as_it_is() -> None:
+    base = (*TEXTS, *COMMON, "privacy.unit=owner", "simulation.ledger=/ledger", "simulation.dataset='a  b'")
+    said = words(*base, "data.owner='the  owner'", "public.source='my  texts.txt'")
+    for value in ("charged the name 'a  b' in", "The field 'the  owner' has", "round: my  texts.txt."):
+        assert value in said
+    spaces = said.count("  ")
+    assert spaces == said.count("a  b") + said.count("the  owner") + said.count("my  texts")
