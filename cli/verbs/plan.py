@@ -65,7 +65,12 @@ def _check(arguments: argparse.Namespace) -> int:
     secure = secure_cost(plan, estimate.trained_parameters)
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
-        found = {"plan": json.loads(plan.to_json()), "digest": plan.digest(), **asdict(estimate)}
+        found = {
+            "plan": json.loads(plan.to_json()),
+            "digest": plan.digest(),
+            "family": plan.family(),
+            **asdict(estimate),
+        }
         found |= {"records": records, "not_used": not_used}
         found["least_steps"], found["most_steps"] = plan.local.step_limits()
         if plan.cohort.mode == "async":
@@ -170,6 +175,7 @@ def _print_cost(console: PipedConsole, plan: Plan, sections: Iterable[Iterable[t
     for warning in warnings(plan):
         console.say(warning, "bold yellow")
     console.say(f"digest {plan.digest()}", "dim")
+    console.say(f"family {plan.family()}", "dim")
 
 
 def warnings(plan: Plan) -> list[str]:

@@ -12,10 +12,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cloister.cli.options.shared_options import (
     add_action,
@@ -206,24 +206,49 @@ def _plans(arguments: argparse.Namespace) -> int:
     """List the plans that the coordinator has asked for without a consent, with their cost.
 
     List the newest plans, at most 8, that the coordinator has asked the site to join when it had not consented: the
-    name and digest of each, its privacy cost, and whether it is accepted by now. To consent to one run of one of them:
-    cloister site accept.
+    name and digest of each, its privacy cost, what differs from the plan that the site joined last, and whether it is
+    accepted by now. To consent to one run of one of them: cloister site accept. The policy can consent to a family.
     """
+    from cloister.clients.consent.admission import consents_to
     from cloister.clients.consent.consents import Consents
     from cloister.clients.setup.config import read_config
+    from cloister.clients.state.kept import newest_plan
+    from cloister.privacy.ledger.policy import load_policy
     from cloister.protocol.plan.soundness import from_json
 
     config = read_config(Path(arguments.site))
-    consents = Consents(config.folder, config.name, config.plan)
+    policy = load_policy(Path(config.policy)) if config.policy else None
+    offers = Consents(config.folder, config.name, config.plan).offers()
     found, lines = [], []
-    for plan in map(from_json, consents.offers()):
+    last = newest_plan(config.folder)
+    for plan in map(from_json, offers):
+        consents = consents_to(plan, config, policy)
         digest, name, cost = plan.digest(), plan.run.name, _cost(plan)
+        differs = _differences(from_json(last), plan) if last else []
         runs, accepted = len(consents.runs(digest)), consents.is_free(digest)
         found.append({"name": name, "plan": digest, "accepted": accepted, "taken": runs, "cost": cost})
+        found[-1] |= {"family": plan.family(), "differs": differs}
         state = "accepted" if accepted else "not accepted"
         lines += [f"{name}  {state}; runs that have joined: {runs}", f"  digest {digest}"]
-        lines += [f"  {line}" for line in cost]
+        lines += [f"  family {plan.family()}", *(f"  {line}" for line in (*cost, *differs))]
     return tell(arguments, {"plans": found}, *(lines or ["no plan was asked for without a consent"]))
+
+
+def _differences(last: Plan, plan: Plan) -> list[str]:
+    """What is different in a plan from the one before; `[simulation]` and `[faults]` are no part."""
+    from cloister.protocol.plan.template import toml_value
+
+    def values(of: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+        for name, value in of.items():
+            if isinstance(value, dict):
+                yield from values(value, f"{path}{name}.")
+            else:
+                yield f"{path}{name}", toml_value(value)
+
+    agreed = [each.model_dump(mode="json", exclude={"simulation", "faults"}) for each in (last, plan)]
+    before, after = (dict(values(each)) for each in agreed)
+    differ = [name for name in before | after if before.get(name) != after.get(name)]
+    return [f"{name} is {after.get(name, 'unset')}, was {before.get(name, 'unset')}" for name in differ]
 
 
 def _cost(plan: Plan) -> list[str]:

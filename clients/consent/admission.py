@@ -67,9 +67,9 @@ class Admission:
         """
         self.check_secure(plan)
         try:
-            self._consents.check_free(plan.digest(), run)
+            self._consents(plan).check_free(plan.digest(), run)
         except ConsentError:
-            self._consents.keep_offer(plan.digest(), plan.to_json())
+            self._consents(plan).keep_offer(plan.digest(), plan.to_json())
             raise
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
@@ -84,7 +84,7 @@ class Admission:
             PinnedError: the site has joined the run with another plan.
             StorageError: it cannot be kept.
         """
-        self._consents.take(plan.digest(), run)
+        self._consents(plan).take(plan.digest(), run)
 
     def check(self, plan: Plan, run: str) -> None:
         """Check that a message belongs to a run that the site has joined, and to its plan.
@@ -94,7 +94,7 @@ class Admission:
             PlanError: the plan sums in clear, which the configuration does not allow.
         """
         self.check_secure(plan)
-        self._consents.check(plan.digest(), run)
+        self._consents(plan).check(plan.digest(), run)
 
     def check_secure(self, plan: Plan) -> None:
         """Refuse a sum in clear that the configuration does not allow, and a masked one without a valid identity.
@@ -268,9 +268,15 @@ class Admission:
         identity = self._resident.identity(self._config.identity)
         return sign_refusal(identity, site=name, run=run, plan=plan, reason=reason)
 
-    @property
-    def _consents(self) -> Consents:
-        return Consents(self._config.folder, self._config.name, self._config.plan)
+    def _consents(self, plan: Plan) -> Consents:
+        """Those of the site to a plan, and to the other plans of its runs."""
+        return consents_to(plan, self._config, self.policy() if plan.digest() != self._config.plan else None)
+
+
+def consents_to(plan: Plan, config: SiteConfig, policy: Policy | None) -> Consents:
+    """The consents of a site to a plan, of which its configuration or its policy may give the first."""
+    given = policy is not None and plan.family() in policy.families
+    return Consents(config.folder, config.name, plan.digest() if given else config.plan)
 
 
 @lru_cache(maxsize=64)

@@ -2,12 +2,13 @@
 
 The difference of the sum over some sites and the sum over all but one of them, of the same updates, is that site's
 update, and two runs of one plan train the same updates. So a consent is to a plan, by its digest, and the first run
-that joins with it takes it. `plan` of the site's TOML is the first consent to that plan; `cloister site accept` gives
-further ones. Without a consent that is free, the site joins no run.
+that joins with it takes it. `plan` of the site's TOML is the first consent to that plan, and `families` of its policy
+the first to each plan of them; `cloister site accept` gives further ones. Without a consent that is free, the site
+joins no run.
 
 The consents to a plan are numbered, and the lowest free one is taken. The files, none of which is ever replaced:
 
-    <digest>.<number>.given     a consent, unless the TOML gives it
+    <digest>.<number>.given     a consent, unless the site's TOML or policy gives it
     <digest>.<number>.taken     the run that has taken it
     run-<hash>                  the digest of the plan of a run: a run has one plan
 
@@ -38,7 +39,7 @@ class Consents:
     Args:
         state: The site's state folder.
         site: The site's name, for messages.
-        plan: Digest of the plan to which the site's own configuration consents; empty: to none.
+        plan: Digest of the plan to which the site's own files consent; empty: to none.
     """
 
     def __init__(self, state: Path, site: str, plan: str) -> None:

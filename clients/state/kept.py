@@ -60,6 +60,12 @@ def run_id(run: str) -> str:
     return hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
+def newest_plan(state: Path) -> str | None:
+    """The text of the plan that the site has joined last, of those whose folders are there; None: of none."""
+    found = sorted((state / "runs").glob("*/joined.json"), key=lambda path: path.stat().st_mtime_ns)
+    return str(json.loads(found[-1].read_bytes())["plan"]) if found else None
+
+
 class Kept:
     """A site's state folder.
 

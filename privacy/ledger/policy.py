@@ -140,6 +140,17 @@ class Policy(Section):
     """Adapter schemes that are accepted; empty: any."""
     most_rounds: Annotated[int, Field(ge=1)] | None = None
     """Most rounds of a run; left out: no limit."""
+    families: tuple[
+        Annotated[
+            str,
+            Field(pattern=r"^[0-9a-f]{64}$"),
+            InWords("64 hexadecimal digits, such as cloister plan check prints"),
+        ],
+        ...,
+    ] = ()
+    """Families of plans to which this policy consents: to one run of each plan, without `cloister site accept`. A
+    family has one model, data, public training, aggregation and privacy. It needs `greatest_epsilon`, which limits all
+    runs together."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -151,6 +162,17 @@ class Policy(Section):
                 expected='no "none" together with least_noise, greatest_epsilon or greatest_delta: a plan without a '
                 "guarantee does not meet them",
                 fix='remove "none" from units, or remove those demands',
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_families(self) -> Self:
+        if self.families and self.greatest_epsilon is None:
+            raise PolicyError(
+                "families",
+                len(self.families),
+                expected="greatest_epsilon as well: without it a family of plans may spend any",
+                fix="set greatest_epsilon and greatest_delta, or consent to each plan: cloister site accept",
             )
         return self
 

@@ -746,6 +746,12 @@ class Plan(Section):
         """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""
         return self._digest
 
+    def family(self) -> str:
+        """SHA-256, in hex, over the canonical JSON of what a family of plans has alike: model, data, public training,
+        aggregation and privacy. Rounds, local training, cohort and evaluation may differ."""
+        alike = self.model_dump(mode="json", include={"model", "data", "public", "aggregation", "privacy"})
+        return hashlib.sha256(_canonical(alike)).hexdigest()
+
     def to_json(self) -> str:
         """The whole plan as canonical JSON; `soundness.from_json` reads it back to an equal plan."""
         return self._json

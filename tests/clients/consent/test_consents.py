@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -13,10 +14,12 @@ import pytest
 from cloister.cli.main import main
 from cloister.clients.consent.consents import Consents
 from cloister.clients.setup.templates import with_values
-from cloister.protocol.errors import CloisterError, ConsentError, PinnedError
+from cloister.protocol.errors import CloisterError, ConsentError, PinnedError, PlanError
+from cloister.protocol.plan.plan import Plan
 from cloister.tests.parties.federation import SKELLAM, Federation, changed, tiny
 from cloister.tests.tools.command import found, lone_refusal
 from cloister.tests.tools.power import Power
+from cloister.tests.tools.raises import raises
 
 PLAN, OTHER = "ab" * 32, "cd" * 32
 
@@ -174,5 +177,42 @@ def test_the_newest_plans_that_were_asked_for_are_listed_with_their_cost(
     assert all("epsilon of a site" in " ".join(each["cost"]) for each in listed)
     assert found(capsys, "site", "accept", str(path), listed[0]["plan"])["added"]
     assert site.join(federation.join_request(changed(federation.plan, "run", name=names[-1])))
-    (newest, *_) = found(capsys, "site", "plans", str(path))["plans"]
+    (newest, other, *_) = found(capsys, "site", "plans", str(path))["plans"]
     assert (newest["accepted"], newest["taken"]) == (False, 1)
+    assert newest["differs"] == []
+    assert other["differs"] == ['run.name is "plan-8", was "plan-9"']
+
+
+def test_a_policy_consents_to_one_run_of_each_plan_of_a_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation = Federation(tmp_path, tiny(*SKELLAM))
+    limits = 'units = ["site"]\ngreatest_epsilon = 1000.0\ngreatest_delta = 0.1\nleast_cohort = 2\n'
+    site = federation.site(pinned=False, policy=limits)
+    path = federation.sites_folder / site.name / "site.toml"
+    policy = path.parent / "policy.toml"
+    path.write_text(with_values(path.read_text(), {"plan": "", "policy": str(policy)}, str(path)))
+    one, two = (changed(federation.plan, "run", name=name) for name in ("one", "two"))
+    other = changed(one, "privacy", clip=one.privacy.clip * 2)
+    family = one.family()
+    assert family == two.family() != other.family()
+
+    def refused(plan: Plan, run: str) -> bool:
+        try:
+            site.join(dataclasses.replace(federation.join_request(plan), run=run))
+        except ConsentError:
+            return True
+        return False
+
+    assert refused(one, "first")
+    policy.write_text(f'{limits}families = ["{family}"]\n')
+    (listed,) = found(capsys, "site", "plans", str(path))["plans"]
+    assert (listed["family"], listed["accepted"]) == (family, True)
+    assert not refused(one, "first")
+    assert not refused(one, "first"), "the run that has taken the consent"
+    assert refused(one, "second"), "one run of each plan"
+    assert not refused(two, "second")
+    assert refused(other, "third")
+    policy.write_text(f'families = ["{family}"]\n')
+    with raises(PlanError, "policy of the site"):
+        site.join(federation.join_request(other))
