@@ -30,6 +30,8 @@ _STRANGERS = 64
 """Places of connections from addresses at which no site has proved itself."""
 _BEFORE = 2**16
 """Bytes that a peer may send before it has proved who it is: the handshake of TLS and the first messages take 4 kB."""
+_FLUSH_S = 2.0
+"""Seconds in which a peer must have read what is left for it when its connection ends."""
 _KNOWN_S = 3600.0
 """Seconds for which an address at which a site has proved itself is known."""
 _BACKLOG = 1024
@@ -81,40 +83,56 @@ class _Passage:
         self.address = address
         self.proved = False
         """Whether the peer has a session for which it has proved who it is."""
-        self.outer = _End(self.close, self._passes)
+        self.outer = _End(self.abort, self._passes)
         self.inner = _End(self.close)
         self.outer.other, self.inner.other = self.inner, self.outer
         self._front, self._number = front, number
         self._before = 0
+        self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self.limit()
 
     def limit(self) -> None:
         """Let it end in `HANDSHAKE_S` seconds, if nothing is proved until then."""
         self.proved, self._before = False, 0
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._expire)
+        if not self._closing:
+            self._end_in(HANDSHAKE_S, self._expire)
 
     def close(self) -> None:
-        """Close both ends, what was written before being sent; idempotent."""
+        """Close both ends. What is left for the peer is sent, and the connection keeps its place, for `_FLUSH_S`."""
+        if not self._closing:
+            self._closing, self.proved = True, False
+            self._end_in(_FLUSH_S, self.abort)
+            for end in (self.outer, self.inner):
+                if end.transport is not None:
+                    end.transport.close()
+
+    def abort(self) -> None:
+        """Close both ends at once, and give the place back; idempotent."""
+        self._closing = True
         self._front.forget(self._number)
         if self._timer is not None:
             self._timer.cancel()
-        for end in (self.outer, self.inner):
-            if end.transport is not None:
-                end.transport.close()
+        if self.outer.transport is not None:
+            self.outer.transport.abort()
+        if self.inner.transport is not None:
+            self.inner.transport.close()  # gRPC reads what has arrived
+
+    def _end_in(self, seconds: float, end: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, end)
 
     def _expire(self) -> None:
         if not self.proved:
-            self.close()
+            self.abort()
 
     def _passes(self, size: int) -> bool:
         if self.proved:
             return True
         self._before += size
         if self._before > _BEFORE:
-            self.close()
+            self.abort()
             return False
         return True
 
@@ -127,8 +145,9 @@ class Front:
     """
 
     def __init__(self, sites: int) -> None:
-        self._most = {False: _STRANGERS, True: 2 * sites + _STRANGERS}
+        self._most = {False: _STRANGERS}
         """Places of connections without a proof, by whether their address is known."""
+        self.resize(sites)
         self._passages: dict[int, _Passage] = {}
         """By their numbers, the oldest first."""
         self._known: dict[str, float] = {}
@@ -170,6 +189,10 @@ class Front:
         for passage in list(self._passages.values()):
             passage.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def resize(self, sites: int) -> None:
+        """The federation has so many sites now."""
+        self._most[True] = 2 * sites + _STRANGERS
 
     def address(self, peer: str) -> str:
         """Where a peer of gRPC comes from."""
@@ -231,7 +254,7 @@ class Front:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         if number not in self._passages:  # it was closed meanwhile
-            passage.close()
+            passage.abort()
         elif passage.outer.transport is not None:
             passage.outer.transport.resume_reading()
 
@@ -246,7 +269,7 @@ class Front:
         }
         if len(waiting) >= self._most[kind]:
             crowd, _ = Counter(passage.address for passage in waiting.values()).most_common(1)[0]
-            next(passage for passage in waiting.values() if passage.address == crowd).close()
+            next(passage for passage in waiting.values() if passage.address == crowd).abort()
 
     def _is_known(self, address: str, now: float) -> bool:
         return now - self._known.get(address, -_KNOWN_S) < _KNOWN_S
