@@ -11,6 +11,8 @@ Sites connect to the coordinator, which opens no connection. What happens in a s
    after it, by hash (`protocol/messages/transfer.py`).
 6. Taken: the run has taken the reply, and the site may forget it.
 
+A stranger may call `Enrol` alone: to ask to become a site, which a person decides (`enrolments.py`).
+
 The process of a run is behind the door (`behind.py`, `grid.py`). It may die and come back while the sites stay
 connected. What was uploaded for a request stays on disk until the run asks the site for something else, or the site's
 next upload begins. So a run that is killed before that, and asks for the same byte for byte, gets it without a second
@@ -37,12 +39,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
+from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
@@ -58,9 +61,11 @@ from cloister.protocol.errors import (
     StorageError,
     TransferError,
 )
+from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import check_name
 from cloister.protocol.identity.session import NONCE, Nonces, verify_proof
+from cloister.protocol.identity.short_authentication import Exchange
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.refusal import printable
@@ -78,6 +83,7 @@ from cloister.protocol.messages.transfer import (
     part_of,
 )
 from cloister.server.door.behind import Behind, asked_in, received
+from cloister.server.door.enrolments import Enrolments
 from cloister.server.door.event_loop import EventLoop
 from cloister.server.door.front import Front
 from cloister.server.door.rate import Rate
@@ -88,7 +94,7 @@ _log = logging.getLogger(__name__)
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
 _CALLS = 64
-"""Calls of each site, and of all strangers, that may be under way."""
+"""Calls of each site that may be under way, besides those of connections without a proof."""
 _LOGGED = 100
 """Refusals that are logged at once; later ones are, one a second."""
 _TOLD = 64 * CHUNK
@@ -104,6 +110,8 @@ _CLOSE_S = 2.0
 """Seconds for which the last messages may still be sent at the end."""
 _SHOW_S = 2.0
 """Seconds between two reports of the bytes that have moved."""
+_FIRST = 16
+"""Sites for which a door has room that is opened before there are any."""
 _SERVICE = "cloister.Door"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
@@ -142,6 +150,11 @@ class ServerCertificate:
     pem: bytes
     key: bytes = field(repr=False)
 
+    @property
+    def der(self) -> bytes:
+        """What it shows, in DER."""
+        return read_certificate(self.pem, "of the door").public_bytes(Encoding.DER)
+
 
 class Door(Closing):
     """Serves from its making until `close`; a context manager.
@@ -172,7 +185,8 @@ class Door(Closing):
         """Calls that are being ended, and the reason."""
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
-        self._front = Front(len(federation().sites))
+        self._enrolments = Enrolments()
+        self._front = Front(len(federation().sites) or _FIRST)
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
         try:
@@ -216,6 +230,18 @@ class Door(Closing):
     def refresh(self) -> None:
         """End the sessions of sites that are no longer in the federation with the key that they have shown."""
         self._loop.call(self._refresh)
+
+    def waiting(self) -> tuple[list[dict[str, Any]], int]:
+        """The requests that wait to be approved, as JSON, and how many exchanges have failed."""
+        return self._loop.call(lambda: (self._enrolments.listed(), self._enrolments.failed))
+
+    def compare(self, name: str, code: str) -> str:
+        """The request of a name with a code, as a document.
+
+        Raises:
+            RosterError: none waits.
+        """
+        return self._loop.call(lambda: self._enrolments.compare(name, code))
 
     def _end(self) -> None:
         self._loop.end()
@@ -323,19 +349,20 @@ class Door(Closing):
     # Sessions, in the thread of the event loop.
 
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
-        most = max(len(self._federation().sites), 1)
+        most = len(self._federation().sites) or _FIRST
         server = grpc.aio.server(
             options=[
                 *_OPTIONS,
                 ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22)),
             ],
-            maximum_concurrent_rpcs=_CALLS * (most + 1),
+            maximum_concurrent_rpcs=_CALLS * most + 2 * _TRANSFERS * self._front.places,
         )
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._refusing(self._session)),
             "Upload": grpc.stream_stream_rpc_method_handler(self._refusing(self._upload)),
             # Not unary: gRPC would wait for its one message without a limit.
             "Download": grpc.stream_stream_rpc_method_handler(self._refusing(self._download)),
+            "Enrol": grpc.stream_stream_rpc_method_handler(self._refusing(self._enrol)),
         }
         # `Watch` is refused: its calls stay, and anybody may make them.
         health = {"Check": grpc.stream_stream_rpc_method_handler(self._refusing(self._check))}
@@ -462,13 +489,14 @@ class Door(Closing):
     async def _greet(self, context: Context) -> tuple[Site, bytes]:
         """Steps 1 to 3: the site that has proved who it is, and its key."""
         hello = _said(await context.read(), "hello").hello
-        if hello.version != VERSION:
-            raise DoorError(
-                "version of the door",
-                printable(hello.version)[:64],
-                expected=VERSION,
-                fix="install the same release of cloister at the coordinator and at the sites",
-            )
+        key, member = await self._challenge(hello, context)
+        if not member:
+            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
+        return self._sites.setdefault(hello.name, Site(hello.name)), key
+
+    async def _challenge(self, hello: pb.Hello, context: Context) -> tuple[bytes, bool]:
+        """The key that a peer has, and whether it is that of the site whose name it says."""
+        _check_version(hello.version)
         if len(hello.nonce) != NONCE:
             raise DoorError("nonce", f"{len(hello.nonce)} bytes", expected=f"{NONCE} bytes")
         check_name(hello.name)
@@ -478,9 +506,55 @@ class Door(Closing):
         federation = self._federation()
         verify_proof(proof.signature, hello.name, proof.key, federation.entrance, nonces)
         member = federation.site(hello.name)
-        if member is None or member.key != proof.key:
-            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
+        return proof.key, member is not None and member.key == proof.key
+
+    # Strangers, in the thread of the event loop.
+
+    async def _enrol(self, _requests: Any, context: Context) -> None:
+        async with asyncio.timeout(HANDSHAKE_S):
+            first = _parsed(pb.FromSite, await context.read())
+            if first.WhichOneof("said") == "commit":
+                await self._exchange(first.commit, context)
+                return
+            hello = _said(first.SerializeToString(), "hello").hello
+            key, member = await self._challenge(hello, context)
+            if not member:
+                self._enrolments.hear(hello.name, key)
+                await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
+                return
+        self._sites.setdefault(hello.name, Site(hello.name)).rate.take()
+        document = _document(self._federation())
+        self._front.proved(context.peer())
+        try:
+            for at in range(0, len(document), CHUNK):
+                await _write(context, pb.ToSite(document=document[at : at + CHUNK]))
+        finally:
+            self._front.ended(context.peer())
+
+    async def _exchange(self, commit: pb.Commit, context: Context) -> None:
+        """Steps 2 to 5 of `short_authentication.py`, after which the request waits."""
+        _check_version(commit.version)
+        self._enrolments.commit(commit.commitment)
+        try:
+            entrance, nonce = self._federation().entrance, os.urandom(NONCE)
+            founded = pb.Founded(
+                nonce=nonce,
+                name=entrance.federation,
+                address=entrance.address,
+                authority=entrance.authority,
+            )
+            await context.write(pb.ToSite(founded=founded).SerializeToString())
+            reveal = _said(await context.read(), "reveal").reveal
+            address = self._front.address(context.peer())
+            seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
+            name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
+        except BaseException:
+            self._enrolments.failed += 1
+            raise
+        with contextlib.suppress(DoorError):
+            self._refusals.take()
+            _log.info("%s: %s waits to be approved", address, name or "a site that is approved")
+        await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
 
     def _dismiss(self) -> None:
         for site in self._sites.values():
@@ -489,6 +563,7 @@ class Door(Closing):
 
     def _refresh(self) -> None:
         federation = self._federation()
+        self._enrolments.settle(federation)
         for site in self._sites.values():
             member = federation.site(site.name)
             if site.session is not None and (member is None or member.key != site.public):
@@ -634,6 +709,22 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
     """Look at the error of a write whose upload has ended meanwhile: asyncio would log it as forgotten."""
     if not done.cancelled():
         done.exception()
+
+
+@lru_cache(maxsize=1)
+def _document(federation: Federation) -> bytes:
+    """The file of a version."""
+    return federation.to_toml().encode()
+
+
+def _check_version(version: str) -> None:
+    if version != VERSION:
+        raise DoorError(
+            "version of the door",
+            printable(version)[:64],
+            expected=VERSION,
+            fix="install the same release of cloister at the coordinator and at the sites",
+        )
 
 
 def _said(data: Any, kind: str) -> pb.FromSite:

@@ -139,6 +139,11 @@ class Front:
         self._server: asyncio.Server | None = None
 
     @property
+    def places(self) -> int:
+        """Connections without a proof that there may be."""
+        return sum(self._most.values())
+
+    @property
     def behind(self) -> str:
         """Where gRPC is to listen, in its words."""
         return f"unix:{self._folder / 'grpc'}"
