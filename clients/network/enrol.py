@@ -23,6 +23,7 @@ from cloister.protocol.identity.certificates import check_authority, issued_by, 
 from cloister.protocol.identity.document import LONGEST
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
+from cloister.protocol.identity.roster import check_name
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.identity.short_authentication import Exchange, commitment
 from cloister.protocol.messages import door_pb2 as pb
@@ -54,6 +55,7 @@ def enrol(address: str, request: Request) -> Enrolment:
         UntrustedError: the server shows another certificate than before, or says that it is of another authority.
         MemberError: the coordinator refuses the request.
         DoorError: the server is no door, or of another release.
+        CloisterError: it names a federation, address or authority that cannot be one.
     """
     with Route(Entrance("", address, b""), HANDSHAKE_S) as route:  # 1
         route.choose()
@@ -67,6 +69,7 @@ def enrol(address: str, request: Request) -> Enrolment:
             founded = call.hear("founded").founded  # 3
             if len(founded.nonce) != NONCE:
                 raise DoorError("nonce", f"{len(founded.nonce)} bytes", expected=f"{NONCE} bytes")
+            check_name(founded.name)  # both are shown to a person
             host_of(founded.address)
             authority = read_certificate(founded.authority, "of the door's authority")
             check_authority(authority, datetime.datetime.now(datetime.UTC))

@@ -513,10 +513,12 @@ class Door(Closing):
     async def _enrol(self, _requests: Any, context: Context) -> None:
         async with asyncio.timeout(HANDSHAKE_S):
             first = _parsed(pb.FromSite, await context.read())
-            if first.WhichOneof("said") == "commit":
+            kind, hello = first.WhichOneof("said"), first.hello
+            if kind == "commit":
                 await self._exchange(first.commit, context)
                 return
-            hello = _said(first.SerializeToString(), "hello").hello
+            if kind != "hello":
+                raise DoorError("message", kind or "", expected="commit or hello")
             key, member = await self._challenge(hello, context)
             if not member:
                 self._enrolments.hear(hello.name, key)

@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from cloister.clients.network.enrol import Enrolment, enrol, newest, wait_for_approval
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import (
+    CertificateError,
     ConnectionFailedError,
     DoorError,
     MemberError,
@@ -254,6 +256,25 @@ def test_a_man_in_the_middle_cannot_name_the_true_authority(opened: Open) -> Non
         assert middle.names == []
 
 
+def test_what_a_server_says_of_itself_is_checked(opened: Open) -> None:
+    """It is printed before anything is compared."""
+    right = opened.newest
+    for wrong, kind in (
+        (replace(right, name="\x1b[2J"), RosterError),
+        (replace(right, door="\x1b[2J:1"), RosterError),
+        (replace(right, authority=b"none"), CertificateError),
+        (
+            replace(right, authority=read_certificate(CERTIFICATE.pem, "").public_bytes(Encoding.DER)),
+            CertificateError,
+        ),
+    ):
+        opened.newest = wrong
+        with pytest.raises(kind):
+            enrol(opened.address, asking("one"))
+    assert opened.names == []
+    opened.newest = right
+
+
 def test_a_certificate_that_changes_is_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the first connection and the next: also one of the same authority."""
     other = read_certificate(AUTHORITY.server().pem, "other")
@@ -304,7 +325,8 @@ def test_a_commitment_is_answered_once(opened: Open) -> None:
 
 
 def _commit(committed: bytes) -> bytes:
-    return FromSite(commit=Commit(version=VERSION, commitment=committed)).SerializeToString()
+    message: bytes = FromSite(commit=Commit(version=VERSION, commitment=committed)).SerializeToString()
+    return message
 
 
 @pytest.mark.parametrize("changed", ["request", "nonce", "length"])
