@@ -536,7 +536,8 @@ class Door(Closing):
     async def _exchange(self, commit: pb.Commit, context: Context) -> None:
         """Steps 2 to 5 of `short_authentication.py`, after which the request waits."""
         _check_version(commit.version)
-        self._enrolments.commit(commit.commitment)
+        address = self._front.address(context.peer())
+        self._enrolments.commit(commit.commitment, address)
         try:
             entrance, nonce = self._federation().entrance, os.urandom(NONCE)
             founded = pb.Founded(
@@ -547,7 +548,6 @@ class Door(Closing):
             )
             await context.write(pb.ToSite(founded=founded).SerializeToString())
             reveal = _said(await context.read(), "reveal").reveal
-            address = self._front.address(context.peer())
             seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
             name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
         except BaseException:

@@ -19,6 +19,7 @@ from cloister.protocol.errors import DoorError, MemberError, RosterError
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.short_authentication import Exchange, check_revealed, same
+from cloister.server.door.rate import Rate
 
 _PLACES = 16
 """Requests that may wait."""
@@ -30,10 +31,12 @@ _UNHEARD_S = 3600.0
 """Seconds for which a request waits without its site."""
 _LONGEST_S = 24 * 3600.0
 """Seconds for which a request waits in all."""
+_BURST, _RATE = 20, 0.2
+"""Commitments of an address that may come at once, and a second."""
 _WRONG = 3
 """Wrong codes after which a request waits no longer."""
 _REMEMBERED = 1024
-"""Commitments, names and ends of requests that are remembered, of each the newest."""
+"""Addresses, commitments, names and ends of requests that are remembered, of each the newest."""
 
 V = TypeVar("V")
 
@@ -65,18 +68,27 @@ class Enrolments:
         """Commitments that no right request followed, since the door is open."""
         self._waiting: list[Waiting] = []
         """The oldest first."""
+        self._rates: dict[str, Rate] = {}
+        """By address."""
         self._commitments: dict[bytes, bool] = {}
         self._tries: dict[str, int] = {}
         """Codes that were made for a name."""
         self._ended: dict[bytes, str] = {}
         """Why the request with a key waits no longer."""
 
-    def commit(self, commitment: bytes) -> None:
+    def commit(self, commitment: bytes, address: str) -> None:
         """Take a commitment, which is answered once.
+
+        Args:
+            commitment: It.
+            address: Where it comes from.
 
         Raises:
             RosterError: it was answered before, or is none.
+            DoorError: too many come from that address.
         """
+        _remember(self._rates, address, rate := self._rates.get(address) or Rate(_BURST, _RATE))
+        rate.take()
         if len(commitment) != 32 or commitment in self._commitments:
             raise RosterError("commitment", commitment[:32].hex(), expected="a new one of 32 bytes each time")
         _remember(self._commitments, commitment, True)
@@ -113,9 +125,11 @@ class Enrolments:
                 fix="choose another name and another --folder; for a new key of this site: cloister site rotate",
             )
         self._expire(now)
-        again = [each for each in self._waiting if each.request.key == request.key]
-        self._waiting = [each for each in self._waiting if each not in again]
-        self._make_place(address)
+        again = next((each for each in self._waiting if each.request.key == request.key), None)
+        if again is None:
+            self._make_place(address)
+        else:
+            self._waiting.remove(again)
         _remember(self._tries, request.name, self._tries.get(request.name, 0) + 1)
         self._waiting.append(Waiting(request, document, exchange.code, address, datetime.now(UTC), now, now))
         return request.name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import os
 import queue
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -179,22 +181,30 @@ def test_a_site_goes_on_with_another_code(opened: Open) -> None:
     second = enrol(opened.address, asking("one"))
     assert first.code != second.code
     assert opened.names == ["one"]
+    for name in ("two", "three", "four"):
+        enrol(opened.address, asking(name))
+    second = enrol(opened.address, asking("one"))  # all places of the address are taken, one by itself
     with raises(RosterError, "code of one"):
         opened.approve("one", first.code)
-    (waits,), _ = opened.door.waiting()
-    assert (waits["tries"], waits["wrong"]) == (2, 1), "both are shown to the coordinator's person"
+    waits = opened.door.waiting()[0][-1]
+    assert (waits["name"], waits["tries"], waits["wrong"]) == ("one", 3, 1), (
+        "both are shown to the coordinator's person"
+    )
     opened.approve("one", second.code)
     third = enrol(opened.address, asking("one"))  # it was interrupted after it was approved
-    assert opened.names == []
+    assert opened.names == ["two", "three", "four"]
     assert asks_again(opened, third, "one") == opened.newest
 
 
 def test_the_version_is_for_sites_alone(opened: Open) -> None:
+    """Nor learns anybody else whether a request waits."""
     waiting = enrol(opened.address, asking("one"))
-    opened.approve("one", waiting.code)
-    for name, identity in (("one", new_identity()), ("two", identity_of("one")), ("two", new_identity())):
-        with pytest.raises(MemberError):
-            asks_again(opened, waiting, name, identity)
+    for approved in (False, True):
+        if approved:
+            opened.approve("one", waiting.code)
+        for name, identity in (("one", new_identity()), ("two", identity_of("one")), ("two", new_identity())):
+            with pytest.raises(MemberError):
+                asks_again(opened, waiting, name, identity)
 
 
 # Who is between a site and the coordinator.
@@ -442,12 +452,43 @@ def test_a_flood_of_requests_leaves_places_for_others(monkeypatch: pytest.Monkey
         assert newest(replace(waiting.entrance, address=opened.address), "lone", identity_of("lone")) is None
 
 
+def test_an_exchange_that_says_nothing_ends(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the connection of a site, for which the accept loop sets no time."""
+    monkeypatch.setattr("cloister.server.door.door.HANDSHAKE_S", 0.2)
+    for first in ([], [_commit(bytes(32))]):
+        say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for each in first:
+            say.put(each)
+        with raw_at(opened) as raw, pytest.raises(grpc.RpcError) as raised:
+            list(raw.call("Enrol", iter(say.get, None)))
+        say.put(None)
+        assert raised.value.details() == "timeout: nothing was received"
+    assert opened.failed == 1
+
+
+def test_an_address_has_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 at once and one in 5 s, whatever becomes of them; another address has its own."""
+    now = [0.0]
+    monkeypatch.setattr("cloister.server.door.rate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Open(bind="0.0.0.0:0") as opened, Relay(opened.address, source="127.0.0.9") as relay:
+        for allowed in (20, 2):
+            with raw_at(opened) as raw:
+                for number in range(allowed):
+                    committed = os.urandom(32)
+                    assert "of the commitment" in refused(raw, committed, str(number), bytes(32))
+                assert "messages" in refused(raw, os.urandom(32), "", bytes(32))
+            now[0] += 10.0
+        assert enrol(relay.address, asking("one")).code
+        assert (opened.names, opened.failed) == (["one"], 22)
+
+
 @pytest.mark.slow
 def test_a_flood_of_enrolments_disturbs_no_member_and_costs_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that say nothing, on all connections that strangers may have, and exchanges that come to nothing."""
     monkeypatch.setattr(enrolments, "_REMEMBERED", 100)
+    monkeypatch.setattr(enrolments, "_BURST", 2**20)
     federation = federation_of({name: identity_of(name) for name in NAMES})
     with (
         Door(lambda: CERTIFICATE, lambda: federation, "0.0.0.0:0") as door,
@@ -463,9 +504,11 @@ def test_a_flood_of_enrolments_disturbs_no_member_and_costs_little(
         silent = [
             raw.call("Enrol", iter(queue.SimpleQueue[bytes]().get, None)) for raw in raws for _ in range(15)
         ]
+        while door._loop.call(lambda: len(asyncio.all_tasks())) < len(silent):
+            assert not silent[0].done()
         assert ask(channel, join_request()) == Joined("site-1")
-        with connected(channel, Answering("site-2"), tmp_path):  # a new session too
-            assert door.connected() == ["site-1", "site-2"]
+        with Raw(channel) as member:  # a new session too
+            member.open("site-2")
         waiting = enrol(channel.address, asking("one"))
         for call in silent:
             call.cancel()
