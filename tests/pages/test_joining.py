@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +42,9 @@ def test_three_sites_join(operators: Operators) -> None:
     assert operators.end(COORDINATOR) == 130
 
 
-def test_a_site_goes_on_where_it_was(operators: Operators, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_goes_on_where_it_was(
+    operators: Operators, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After Ctrl-C, a wrong code, and a wrong fingerprint; and a site that is there installs the next version."""
     federation = str(operators.coordinator.folder / "federation")
     address = operators.told[FOUNDING[-1]]
@@ -80,7 +83,13 @@ def test_a_site_goes_on_where_it_was(operators: Operators, capsys: pytest.Captur
 
     operators.type(join, OTHERS[0])
     (code,) = re.findall("^code +(.*)$", operators.wait_for_log(OTHERS[0], "Waiting for"), re.MULTILINE)
-    second = found(capsys, *approve, f"{OTHERS[0]}={code}")["fingerprint"]
+    with monkeypatch.context() as patch:  # a terminal, at which the person types nothing, and then the code
+        typed = iter(["", code])
+        patch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+        patch.setattr("builtins.input", lambda prompt: next(typed) if OTHERS[0] in prompt else "")
+        assert "version" not in done(capsys, *approve[:-1])
+        assert "oncology, version 2: 2 sites" in done(capsys, *approve[:-1])
+    second = found(capsys, "coordinator", "show", federation)["fingerprint"]
     install = ["site", "install", "--folder", str(folder), "--fingerprint"]
     assert "fingerprint" in refusal(capsys, *install, first)
     assert found(capsys, *install, second)["version"] == 2
