@@ -27,7 +27,7 @@ def version_facts(federation: Federation, changes: Iterable[Change]) -> dict[str
         "name": federation.name,
         "version": federation.version,
         "fingerprint": federation.fingerprint.hex(),
-        "roster_hash": federation.roster.hash.hex(),
+        "roster_hash": federation.roster.hash.hex() if federation.sites else "",
         "changes": [vars(change) for change in changes],
     }
 
@@ -49,8 +49,13 @@ def asked(who: str) -> bytes:
             expected=f"the fingerprint that {who} told you",
             fix="do not copy it from this screen",
         )
+    return given(typed_in(f"Type the fingerprint that {who} tells you: "))
+
+
+def typed_in(prompt: str) -> str:
+    """The line that the person at the terminal types."""
     try:
-        return given(input(f"Type the fingerprint that {who} tells you: "))
+        return input(prompt)
     except EOFError:
         raise KeyboardInterrupt from None
 

@@ -1,6 +1,6 @@
-"""`cloister coordinator`: make a federation of approved sites, change it, and run its coordinator.
+"""`cloister coordinator`: make a federation, approve sites, change it, and run its coordinator.
 
-Make a federation of the sites whose requests are approved, and change it. Each change is a new version, in one file
+Make a federation, approve the requests of its sites, and change it. Each change is a new version, in one file
 that every site installs after its operator has compared the fingerprint. `start` runs the coordinator's process, which
 sites connect to.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cloister.cli.options.shared_options import add_action, add_json, add_log_format, add_metrics, tell
-from cloister.cli.show.agreement import asked, fingerprint_line, version_facts
+from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts
 from cloister.protocol.errors import EngineError, RosterError
 
 if TYPE_CHECKING:
@@ -27,10 +29,16 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Section")
 
-_FOUNDING = {
-    "name": ("NAME", "name of the federation"),
-    "door": ("HOST:PORT", "where sites reach the coordinator"),
-}
+_FIRST = (
+    "  1. cloister coordinator start FEDERATION",
+    "  2. Each site: cloister site join ADDRESS --name NAME --contact TEXT",
+    "  3. When you were told the codes of those that wait: cloister coordinator approve FEDERATION",
+)
+"""What to do next, before there is a site."""
+_NEXT = (
+    "  1. Tell every site the fingerprint by telephone; a site that waits at the door asks for it now.",
+    "  2. Every other site: cloister site install, which asks the coordinator for it; or with the file, sent by mail.",
+)
 _OPTIONS = {"door": "address", "certificate_names": "certificate-name"}
 """The options of fields that have other names."""
 
@@ -40,31 +48,52 @@ def _option(field: str) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
+    """The actions `create`, `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add_approve(actions)
+    _add_first(actions)
     _add_changes(actions)
     _add_processes(actions)
 
 
-def _add_approve(actions: Actions) -> None:
-    """The action `approve`, which makes a federation or its next version."""
-    approve = add_action(actions, _approve)
-    approve.add_argument("requests", nargs="+", metavar="REQUEST", help="a site's request file")
-    approve.add_argument("--out", required=True, metavar="FEDERATION", help="the folder of the federation")
-    _add_fingerprint(approve)
-    for field, (metavar, help_) in _FOUNDING.items():
-        approve.add_argument(
-            _option(field), dest=field, metavar=metavar, help=f"{help_} (for a new federation)"
-        )
-    _add_certificate(approve)
-    approve.add_argument(
+def _add_first(actions: Actions) -> None:
+    """The actions `create` and `approve`, which make a federation and its next version with more sites."""
+    create = add_action(actions, _create)
+    create.add_argument(
+        "federation", metavar="FEDERATION", help="the folder of the federation, which it makes"
+    )
+    create.add_argument("--name", required=True, help="name of the federation")
+    create.add_argument(
+        "--address",
+        dest="door",
+        required=True,
+        metavar="HOST:PORT",
+        help="where sites reach the coordinator",
+    )
+    _add_certificate(create)
+    create.add_argument(
         "--authority-days",
         type=int,
         metavar="N",
         help="days for which the certificate authority is valid (default: 3650)",
     )
-    add_json(approve)
+    approve = add_action(actions, _approve)
+    approve.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    approve.add_argument(
+        "requests",
+        nargs="*",
+        metavar="REQUEST",
+        help="a request file that a site has sent (default: the sites that wait at the door)",
+    )
+    approve.add_argument(
+        "--code",
+        action="append",
+        default=[],
+        metavar="NAME=CODE",
+        help="the code that a waiting site told you; repeatable (default: ask for each)",
+    )
+    _add_fingerprint(approve)
+    for action in (create, approve):
+        add_json(action)
 
 
 def _add_changes(actions: Actions) -> None:
@@ -214,43 +243,94 @@ def _add_certificate(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _approve(arguments: argparse.Namespace) -> int:
-    """Approve requests of sites: make a federation, add sites, or take a site's next key.
+def _create(arguments: argparse.Namespace) -> int:
+    """Make the folder of a federation that has no site yet.
 
-    Approve requests of sites. The first time, make the folder of the federation, with a certificate authority and a
-    certificate of the coordinator. Later, add sites, or replace the key of a site whose old key signed the request.
-    Compare the fingerprint of each request with the site first, by telephone.
+    Make the folder of a federation, with a certificate authority and a certificate of the coordinator. Then start the
+    coordinator, to which sites come with `cloister site join`, or approve the request files that they send.
     """
     from cloister.server.federation.registry import Registry, Terms
 
-    folder, now = Path(arguments.out), datetime.datetime.now(datetime.UTC)
+    folder = Path(arguments.federation)
+    terms = _given(arguments, Terms, "federation")
+    registry = Registry.create(folder, terms, [], datetime.datetime.now(datetime.UTC))
+    return _told(registry, None, arguments)
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    """Approve requests of sites: add sites, or take a site's next key.
+
+    Approve requests of sites, and publish the next version of the federation: add sites, or replace the key of a site
+    whose old key signed the request. Without request files, list the sites that wait at the door of the running
+    coordinator, and approve those whose code you were told by telephone. Compare the fingerprint of each request file
+    with its site by telephone. A request that is not approved in this way is never accepted.
+    """
+    from cloister.server.federation.registry import Registry
+
+    registry = Registry.open(Path(arguments.federation))
+    registry.check_certificates(datetime.datetime.now(datetime.UTC))
+    if not arguments.requests:
+        new = _from_door(registry, arguments)
+        if not new:
+            return 0
+        return _published(registry, registry.federation.approving(new), arguments)
+    if arguments.code:
+        raise RosterError("--code", arguments.code[0], expected="it without request files")
     requests = [_read_request(Path(name)) for name in arguments.requests]
-    founding = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if founding:
-        for field in _FOUNDING:
-            if getattr(arguments, field) is None:
-                raise RosterError(
-                    _option(field), expected=f"it for a new federation, which {arguments.out} would be"
-                )
-        terms = _given(arguments, Terms, "federation")
-        agreed = _agreed(requests, arguments)
-        return _told(Registry.create(folder, terms, agreed, now), None, arguments)
-    for field in Terms.model_fields:
-        if getattr(arguments, field) is not None:
-            raise RosterError(
-                _option(field),
-                getattr(arguments, field),
-                expected="it only for a new federation",
-                fix="to change the address or the certificate: cloister coordinator renew",
-            )
-    registry = Registry.open(folder)
-    registry.check_certificates(now)
     new = [request for request in requests if registry.federation.site(request.name) != request]
     if not new:
         return _told(registry, None, arguments)  # an interrupted command is run again
     following = registry.federation.approving(new)
     _agreed(new, arguments)
     return _published(registry, following, arguments)
+
+
+def _from_door(registry: Registry, arguments: argparse.Namespace) -> list[Request]:
+    """The requests at the door whose codes a person was told; prints all that wait.
+
+    Raises:
+        RosterError: a code is another one than that of the request.
+        EngineError: no coordinator runs.
+    """
+    from cloister.protocol.identity.request import Request
+    from cloister.protocol.identity.short_authentication import given
+    from cloister.server.federation.control import command
+
+    (found,) = command(registry.path, do="waiting")
+    told = {name: given(code) for name, _, code in (each.partition("=") for each in arguments.code)}
+    if not told or not arguments.json:
+        tell(arguments, found, *_listed(found))
+    if not told and sys.stdin.isatty() and not arguments.json:
+        for name in dict.fromkeys(each["name"] for each in found["waiting"]):
+            typed = typed_in(f"Type the code that {name} tells you (empty: it waits on): ")
+            told |= {name: given(typed)} if typed.strip() else {}
+    requests = []
+    for name, code in told.items():
+        (answer,) = command(registry.path, do="compare", name=name, code=code)
+        requests.append(Request.from_toml(answer["request"], f"of {name}"))
+    return requests
+
+
+def _listed(found: Mapping[str, Any]) -> list[str]:
+    """The requests that wait, in words."""
+    from cloister.protocol.errors import visible
+
+    lines = []
+    for each in found["waiting"]:
+        lines += [
+            f"{each['name']}",
+            f"  contact      {visible(each['contact'])}",
+            f"  from         {each['address']}, since {each['since']}",
+            f"  codes        {each['tries']} made for this name; {each['wrong']} wrong ones compared with this one",
+        ]
+    lines.append(
+        f"{len(found['waiting'])} sites wait; {found['failed']} exchanges have failed since the start"
+    )
+    if found["waiting"]:
+        lines.append(
+            "Call each at a number that you know from elsewhere; approve those whose code is the one that they read.\n"
+        )
+    return lines
 
 
 def _remove(arguments: argparse.Namespace) -> int:
@@ -384,7 +464,5 @@ def _told(registry: Registry, before: Federation | None, arguments: argparse.Nam
         f"file         {registry.file}",
         f"{fingerprint_line(federation.fingerprint)}\n",
         "next:",
-        f"  1. Send {registry.file.name} to every site, by any channel.",
-        "  2. Tell every site the fingerprint over another channel, such as the telephone.",
-        f"  3. Each site: cloister site install {registry.file.name} --fingerprint HEX",
+        *(_NEXT if federation.sites else _FIRST),
     )

@@ -1,7 +1,7 @@
 """`cloister site`: set up a site, check its data and devices, and run it.
 
-Set up a site: make its key and its request, install the federation that the coordinator made of all requests, replace
-its key; check its data; and run it. The key never leaves the site's machine.
+Set up a site: join a federation over the network, or by files; replace its key; check its data; and run it. The key
+never leaves the site's machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
-from cloister.protocol.errors import CloisterError, DataError, PlanError, one_line
+from cloister.protocol.errors import CloisterError, DataError, PlanError, RosterError, one_line
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -34,37 +34,51 @@ if TYPE_CHECKING:
     from cloister.clients.setup.config import SiteConfig
     from cloister.clients.setup.enrolment import Offer
     from cloister.lm.text.data import Prepared
+    from cloister.protocol.identity.federation import Federation
     from cloister.protocol.identity.request import Request
     from cloister.protocol.plan.plan import Plan
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The actions `request`, `install`, `rotate`, `check`, `plans`, `accept` and `start`."""
+    """The actions `join`, `request`, `install`, `rotate`, `check`, `plans`, `accept` and `start`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
     _add_work(actions)
 
 
 def _add_setup(actions: Actions) -> None:
-    """The actions `request`, `install` and `rotate`: the site's own files."""
-    request = add_action(actions, _request)
-    request.add_argument(
-        "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
+    """The actions `join`, `request`, `install` and `rotate`: the site's own files."""
+    join, request = add_action(actions, _join), add_action(actions, _request)
+    join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
+    join.add_argument(
+        "--start", action="store_true", help="when the site has joined, go on as cloister site start"
     )
-    request.add_argument(
-        "--contact",
-        required=True,
-        metavar="TEXT",
-        help="who answers for the site, and how to reach them; every site sees it",
-    )
+    add_log_format(join)
+    for action in (join, request):
+        action.add_argument(
+            "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
+        )
+        action.add_argument(
+            "--contact",
+            required=True,
+            metavar="TEXT",
+            help="who answers for the site, and how to reach them; every site sees it",
+        )
     install = add_action(actions, _install)
-    install.add_argument("file", metavar="FILE", help="the file of the federation")
-    install.add_argument("--fingerprint", metavar="HEX", help="the fingerprint that you were told")
+    install.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="the file of the federation (default: the newest version, which the coordinator sends)",
+    )
     rotate = add_action(actions, _rotate)
-    for action in (request, install, rotate):
+    for action in (join, install):
+        action.add_argument("--fingerprint", metavar="HEX", help="the fingerprint that you were told")
+    for action in (join, request, install, rotate):
         action.add_argument(
             "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
         )
+    for action in (request, install, rotate):
         add_json(action)
 
 
@@ -320,6 +334,48 @@ def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: De
     return ABSENT if absent else 0
 
 
+def _join(arguments: argparse.Namespace) -> int:
+    """Join a federation over the network.
+
+    Make the site's key, settings and request, as `request` does, send the request to the coordinator, and print a code
+    to tell the coordinator by telephone. Then wait until the coordinator has approved it, show the federation, compare
+    its fingerprint with the one that the coordinator tells you, and install it. After Ctrl-C the same command goes on:
+    with the same key, and another code.
+    """
+    from cloister.clients.network.enrol import enrol, wait_for_approval
+    from cloister.clients.setup.config import read_config
+    from cloister.clients.setup.enrolment import make_request
+    from cloister.protocol.identity import fingerprint
+    from cloister.protocol.identity.address import host_of
+    from cloister.protocol.identity.roster import load_identity
+
+    folder, name = Path(arguments.folder), arguments.name
+    host_of(arguments.address)
+    told = None if arguments.fingerprint is None else fingerprint.given(arguments.fingerprint)
+    request, _ = make_request(folder, name, arguments.contact, datetime.datetime.now(datetime.UTC).date())
+    settings = folder / "site.toml"
+    if not read_config(settings).federation:
+        joining = enrol(arguments.address, request)
+        lines = (
+            f"identity     {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again",
+            f"settings     {settings} and policy.toml: fill them in; above all `data`",
+            f"federation   {joining.entrance.federation}, as the server says; nothing is compared yet",
+            f"code         {joining.code}\n",
+            "Tell the coordinator this code by telephone, at a number that you know from elsewhere.",
+            "Waiting for the coordinator. After Ctrl-C the same command goes on, with another code.\n",
+        )
+        print("\n".join(lines), flush=True)
+        identity = load_identity(folder / "identity.pem")
+        federation = wait_for_approval(joining, name, identity, lambda line: print(line, flush=True))
+        _, installed = _agreed(folder, federation, told, "what the coordinator has sent")
+        print(f"\ninstalled    {installed}", flush=True)
+    if arguments.start:
+        arguments.site = str(settings)
+        return _start(arguments)
+    print(f"next         cloister site start {settings}")
+    return 0
+
+
 def _request(arguments: argparse.Namespace) -> int:
     """Make a site's key, settings and request.
 
@@ -368,31 +424,57 @@ def _requested(arguments: argparse.Namespace, request: Request, path: Path, *mad
 
 
 def _install(arguments: argparse.Namespace) -> int:
-    """Install the federation that the coordinator sent.
+    """Install a version of the federation.
 
-    Show what a version of the federation changes, compare its fingerprint with the one that the coordinator told you,
-    and install it. Without --fingerprint it is asked for. Runs that have begun go on with the version that was
-    installed when they began.
+    Install the version in a file; without one, the newest version, for which the coordinator is asked. Show what it
+    changes, compare its fingerprint with the one that the coordinator told you, and install it. Without --fingerprint
+    it is asked for. Runs that have begun go on with the version that was installed when they began.
     """
-    from cloister.clients.setup.enrolment import consider, install
+    from cloister.clients.setup.config import read_config
     from cloister.protocol.identity import fingerprint
     from cloister.protocol.identity.document import read_document
     from cloister.protocol.identity.federation import Federation
 
     told = None if arguments.fingerprint is None else fingerprint.given(arguments.fingerprint)
-    path = Path(arguments.file)
-    federation = Federation.from_toml(read_document(path, "federation"), str(path))
-    now = datetime.datetime.now(datetime.UTC)
+    folder, origin = Path(arguments.folder), arguments.file or "what the coordinator has sent"
+    if arguments.file:
+        federation = Federation.from_toml(read_document(Path(origin), "federation"), origin)
+    else:
+        federation = _newest(read_config(folder / "site.toml"))
+    offer, installed = _agreed(folder, federation, told, origin, quiet=bool(arguments.json))
+    facts = version_facts(federation, offer.changes) | {"installed": str(installed)}
+    return tell(arguments, facts, f"\ninstalled    {installed}")
+
+
+def _newest(config: SiteConfig) -> Federation:
+    """The newest version, from the coordinator of the installed one."""
+    from cloister.clients.network.enrol import newest
+    from cloister.clients.setup.enrolment import read_installed
+    from cloister.protocol.identity.roster import load_identity
+
+    installed = read_installed(config)
+    found = installed and newest(installed.entrance, config.name, load_identity(Path(config.identity)))
+    if found is None:
+        raise RosterError(
+            "FILE", expected="the file of the federation, because this site is in none yet that it could ask"
+        )
+    return found
+
+
+def _agreed(
+    folder: Path, federation: Federation, told: bytes | None, origin: str, *, quiet: bool = False
+) -> tuple[Offer, Path]:
+    """Show a version, and install it if its fingerprint is the one that the person was told, or is asked for."""
+    from cloister.clients.setup.enrolment import consider, install
+
     if told is not None:
-        check(told, federation.fingerprint, f"{path}")
-    offer = consider(Path(arguments.folder), federation, now)
-    if not arguments.json:
+        check(told, federation.fingerprint, origin)
+    offer = consider(folder, federation, datetime.datetime.now(datetime.UTC))
+    if not quiet:
         _show(offer)
     if told is None:
-        check(asked("the coordinator"), federation.fingerprint, f"{path}")
-    installed = str(install(offer))
-    facts = version_facts(federation, offer.changes) | {"installed": installed}
-    return tell(arguments, facts, f"\ninstalled    {installed}")
+        check(asked("the coordinator"), federation.fingerprint, origin)
+    return offer, install(offer)
 
 
 def _show(offer: Offer) -> None:

@@ -40,6 +40,7 @@ from cloister.protocol.errors import (
     StorageError,
     TransferError,
     UntrustedError,
+    visible,
 )
 from cloister.protocol.identity.heads import COORDINATOR, NO_HEADS, Head, Heads
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
@@ -90,6 +91,14 @@ _REFUSED: dict[grpc.StatusCode, type[CloisterError]] = {
     grpc.StatusCode.PERMISSION_DENIED: MemberError,
     grpc.StatusCode.FAILED_PRECONDITION: TransferError,
 }
+
+
+_IN_WORDS = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+"""The codes with which the door refuses a stranger in words of its own."""
 
 
 class _Moving:
@@ -582,6 +591,55 @@ def health(entrance: Entrance, limit_s: float) -> str:
     return "" if answer == _SERVING else "another state than SERVING"
 
 
+class Enrolling:
+    """The call that a stranger may make, `Enrol`, from `enrolling`.
+
+    Args:
+        call: The call.
+        unsent: What is sent in it.
+    """
+
+    def __init__(self, call: Any, unsent: queue.SimpleQueue[pb.FromSite | None]) -> None:
+        self._call = call
+        self._unsent = unsent
+
+    def say(self, **said: Any) -> None:
+        """Send a message."""
+        self._unsent.put(pb.FromSite(**said))
+
+    def hear(self, *kinds: str) -> pb.ToSite:
+        """The next message, which must be of one of some kinds; without a kind where the door has ended the call.
+
+        Raises:
+            UntrustedError: the server shows another certificate than the one that is trusted.
+            MemberError: the coordinator refuses.
+            DoorError: it cannot be reached, or answers something else.
+        """
+        try:
+            said = _parsed(next(self._call, b""))
+        except grpc.RpcError as error:
+            raise _error(error) if error.code() not in _IN_WORDS else _in_words(error) from None
+        kind = said.WhichOneof("said") or ""
+        if kind not in kinds:
+            raise DoorError("message", kind, expected=" or ".join(kinds))
+        return said
+
+
+@contextmanager
+def enrolling(entrance: Entrance, limit_s: float) -> Iterator[Enrolling]:
+    """A call of `Enrol` at a door, over a connection of its own; the door's certificate is of the entrance's authority,
+    or is that certificate itself."""
+    unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
+    with closing(open_channel(entrance)) as channel:
+        messages = (message.SerializeToString() for message in iter(unsent.get, None))
+        call = channel.stream_stream(f"/{_SERVICE}/Enrol")(messages, timeout=limit_s)
+        try:
+            yield Enrolling(call, unsent)
+        finally:
+            unsent.put(None)
+            call.cancel()
+
+
 def _parsed(data: bytes) -> pb.ToSite:
     try:
         said: pb.ToSite = pb.ToSite.FromString(data)
@@ -592,6 +650,14 @@ def _parsed(data: bytes) -> pb.ToSite:
 
 def _details(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {error.details() or 'no reason given'}"
+
+
+def _in_words(error: grpc.RpcError) -> CloisterError:
+    """A refusal whose line the coordinator has written."""
+    kind = DoorError if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED else MemberError
+    refused = kind("enrolment", expected="a coordinator that accepts it")
+    refused.args = (f"the coordinator refuses: {visible(error.details() or 'without a reason')[:500]}",)
+    return refused
 
 
 def _error(error: grpc.RpcError) -> CloisterError:

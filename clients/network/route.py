@@ -221,7 +221,7 @@ class Route(Closing):
 
     def _judged(self, error: ssl.SSLCertVerificationError) -> ConnectionFailedError:
         """What is wrong with a certificate that could not be verified."""
-        shown = self._shown_certificate()
+        shown = self.shown_certificate()
         now = datetime.datetime.now(datetime.UTC)
         valid = f"one that is valid on {now:%Y-%m-%d %H:%M} UTC"
         match error.verify_code:
@@ -246,8 +246,8 @@ class Route(Closing):
                 )
         return ConnectionFailedError("certificate", what, expected=expected, fix=fix)
 
-    def _shown_certificate(self) -> x509.Certificate:
-        """The certificate that the server shows, in another connection that trusts it.
+    def shown_certificate(self) -> x509.Certificate:
+        """The certificate that the server shows, whoever it is of, in a connection of its own.
 
         Raises:
             ConnectionFailedError: it does not show one again.

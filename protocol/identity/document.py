@@ -19,7 +19,7 @@ from typing import Any
 from cloister.protocol.errors import RosterError
 from cloister.protocol.plan.threshold import LARGEST
 
-_LARGEST = 64 * 2**20  # bytes; a federation of 10,000 sites takes 8 MB
+LONGEST = 64 * 2**20  # bytes; a federation of 10,000 sites takes 8 MB
 _MOST_LINES = 16 * LARGEST  # a site of a federation takes ten
 _LONGEST_LINE = 2**20  # characters; the list of 10,000 revoked keys takes half of it
 _TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
@@ -38,11 +38,11 @@ def read_document(path: Path, what: str) -> str:
     """
     try:
         with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
+            content = file.read(LONGEST + 1)
     except OSError as error:
         raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
-    if len(content) > _LARGEST:
-        raise RosterError(what, str(path), expected=f"a file of at most {_LARGEST} bytes")
+    if len(content) > LONGEST:
+        raise RosterError(what, str(path), expected=f"a file of at most {LONGEST} bytes")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -59,9 +59,9 @@ class Federation:
     name: str
     """Name of the federation: letters, digits, dots, dashes, underscores, at most 64."""
     version: int
-    """1 for the first."""
+    """1 for the first; 0 before there is a site: then no site installs it."""
     previous: bytes
-    """Fingerprint of the version before, 32 bytes; empty in the first."""
+    """Fingerprint of the version before, 32 bytes; empty in the versions 0 and 1."""
     door: str
     """Where sites reach the coordinator, as HOST:PORT."""
     authority: bytes
@@ -73,12 +73,13 @@ class Federation:
 
     @classmethod
     def first(cls, name: str, door: str, authority: bytes, requests: Iterable[Request]) -> Federation:
-        """The first version.
+        """The first version; without requests the version 0.
 
         Raises:
             RosterError: a value is not allowed, or two requests have the same name or the same key.
         """
-        return cls(name, 1, b"", door, authority, (), _sorted(requests)).verified()
+        sites = _sorted(requests)
+        return cls(name, 1 if sites else 0, b"", door, authority, (), sites).verified()
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
@@ -240,7 +241,7 @@ class Federation:
         tree = tree_of(text, what, origin)
         if tree.get("format") != _FEDERATION:
             raise RosterError(what, origin, expected=f"a file that begins with format = {_FEDERATION!r}")
-        sites, revoked, version = tree.get("site"), tree.get("revoked"), tree.get("version")
+        sites, revoked, version = tree.get("site", []), tree.get("revoked"), tree.get("version")
         if (
             not all(isinstance(tree.get(key), str) for key in _TEXTS)
             or type(version) is not int
@@ -278,14 +279,15 @@ class Federation:
                 self.name,
                 expected="1 to 64 letters, digits, dots, dashes, underscores",
             )
-        if not 1 <= self.version < 2**32 or len(self.previous) != (32 if self.version > 1 else 0):
+        if not 0 <= self.version < 2**32 or len(self.previous) != (32 if self.version > 1 else 0):
             raise RosterError(
                 "version", self.version, expected="1, or more with the fingerprint of the one before"
             )
         host_of(self.door)
         read_certificate(self.authority, "authority")
-        if not 1 <= len(self.sites) <= LARGEST:
-            raise RosterError("sites", len(self.sites), expected=f"1 to {LARGEST}")
+        least, most = (1, LARGEST) if self.version else (0, 0)
+        if not least <= len(self.sites) <= most:
+            raise RosterError("sites", len(self.sites), expected=f"{least} to {most}")
         check_distinct(
             "sites", "site for each name", [(site.name.casefold(), site.name) for site in self.sites]
         )
@@ -302,7 +304,8 @@ class Federation:
                 )
         if self.sites != _sorted(self.sites):
             raise RosterError("sites", expected="sorted by name")
-        _ = self.roster  # its own checks
+        if self.sites:
+            _ = self.roster  # its own checks
         return self
 
     @functools.cached_property
@@ -316,8 +319,13 @@ class Federation:
         return site
 
     def _next(self, **changed: Any) -> Federation:
-        following = replace(self, version=self.version + 1, previous=self.fingerprint, **changed)
+        following = replace(self, version=self.version + 1, previous=self._link, **changed)
         return following.verified()
+
+    @property
+    def _link(self) -> bytes:
+        """What the next version has as `previous`."""
+        return self.fingerprint if self.version else b""
 
     def _check_follows(self, installed: Federation) -> None:
         have = f"{installed.name}, version {installed.version}"
@@ -337,7 +345,7 @@ class Federation:
             elif self.version > following:
                 fix = f"install the file of version {following} first"
             raise RosterError("version", self.version, expected=f"{following}: {why}", fix=fix)
-        if self.previous != installed.fingerprint:
+        if self.previous != installed._link:
             raise RosterError(
                 "previous",
                 self.previous.hex(),

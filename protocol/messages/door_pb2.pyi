@@ -7,32 +7,74 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromSite(_message.Message):
-    __slots__ = ("hello", "proof", "reply", "alive")
+    __slots__ = ("hello", "proof", "reply", "alive", "commit", "reveal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    REVEAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proof: Proof
     reply: Letter
     alive: Alive
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., reply: _Optional[_Union[Letter, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    commit: Commit
+    reveal: Reveal
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., reply: _Optional[_Union[Letter, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reveal: _Optional[_Union[Reveal, _Mapping]] = ...) -> None: ...
 
 class ToSite(_message.Message):
-    __slots__ = ("challenge", "welcome", "request", "taken", "alive", "over")
+    __slots__ = ("challenge", "welcome", "request", "taken", "alive", "over", "founded", "waiting", "document")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    FOUNDED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     challenge: Challenge
     welcome: Welcome
     request: Letter
     taken: Taken
     alive: Alive
     over: Over
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
+    founded: Founded
+    waiting: Waiting
+    document: bytes
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., founded: _Optional[_Union[Founded, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., document: _Optional[bytes] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("version", "commitment")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    commitment: bytes
+    def __init__(self, version: _Optional[str] = ..., commitment: _Optional[bytes] = ...) -> None: ...
+
+class Founded(_message.Message):
+    __slots__ = ("nonce", "name", "address", "authority")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    name: str
+    address: str
+    authority: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class Reveal(_message.Message):
+    __slots__ = ("request", "nonce")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    nonce: bytes
+    def __init__(self, request: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "name", "nonce")

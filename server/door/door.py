@@ -12,6 +12,8 @@ Sites connect to the coordinator, which opens no connection. What happens in a s
    after it, by hash (`protocol/messages/transfer.py`).
 6. Taken: the run has taken the reply, and the site may forget it.
 
+A stranger may call `Enrol` alone: to ask to become a site, which a person decides (`enrolments.py`).
+
 The process of a run is behind the door (`behind.py`, `grid.py`). It may die and come back while the sites stay
 connected. What was uploaded for a request stays on disk until the run asks the site for something else, or the site's
 next upload begins. So a run that is killed before that, and asks for the same byte for byte, gets it without a second
@@ -38,12 +40,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
+from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
@@ -60,10 +63,12 @@ from cloister.protocol.errors import (
     StorageError,
     TransferError,
 )
+from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.heads import NO_HEADS, Head, Heads
 from cloister.protocol.identity.roster import check_name
 from cloister.protocol.identity.session import NONCE, Nonces, verify_proof
+from cloister.protocol.identity.short_authentication import Exchange
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.refusal import printable
@@ -81,6 +86,7 @@ from cloister.protocol.messages.transfer import (
     part_of,
 )
 from cloister.server.door.behind import Behind, asked_in, received
+from cloister.server.door.enrolments import Enrolments
 from cloister.server.door.event_loop import EventLoop
 from cloister.server.door.front import Front
 from cloister.server.door.rate import Rate
@@ -90,8 +96,6 @@ _log = logging.getLogger(__name__)
 
 _TRANSFERS = 8
 """Uploads and downloads of a site at the same time."""
-_CALLS = 64
-"""Calls of each site, and of all strangers, that may be under way."""
 _LOGGED = 100
 """Refusals that are logged at once; later ones are, one a second."""
 _TOLD = 64 * CHUNK
@@ -107,6 +111,8 @@ _CLOSE_S = 2.0
 """Seconds for which the last messages may still be sent at the end."""
 _SHOW_S = 2.0
 """Seconds between two reports of the bytes that have moved."""
+_FIRST = 16
+"""Sites for which a door has room that is opened before there are any."""
 _SERVICE = "cloister.Door"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
@@ -146,6 +152,11 @@ class ServerCertificate:
     pem: bytes
     key: bytes = field(repr=False)
 
+    @property
+    def der(self) -> bytes:
+        """What it shows, in DER."""
+        return read_certificate(self.pem, "of the door").public_bytes(Encoding.DER)
+
 
 class Door(Closing):
     """Serves from its making until `close`; a context manager.
@@ -179,7 +190,8 @@ class Door(Closing):
         """Calls that are being ended, and the reason."""
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
-        self._front = Front(len(federation().sites))
+        self._enrolments = Enrolments()
+        self._front = Front(len(federation().sites) or _FIRST)
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
         try:
@@ -223,6 +235,18 @@ class Door(Closing):
     def refresh(self) -> None:
         """End the sessions of sites that are no longer in the federation with the key that they have shown."""
         self._loop.call(self._refresh)
+
+    def waiting(self) -> tuple[list[dict[str, Any]], int]:
+        """The requests that wait to be approved, as JSON, and how many exchanges have failed."""
+        return self._loop.call(lambda: (self._enrolments.listed(), self._enrolments.failed))
+
+    def compare(self, name: str, code: str) -> str:
+        """The request of a name with a code, as a document.
+
+        Raises:
+            RosterError: none waits.
+        """
+        return self._loop.call(lambda: self._enrolments.compare(name, code))
 
     def _end(self) -> None:
         self._loop.end()
@@ -338,19 +362,19 @@ class Door(Closing):
     # Sessions, in the thread of the event loop.
 
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
-        most = max(len(self._federation().sites), 1)
-        server = grpc.aio.server(
+        most = len(self._federation().sites) or _FIRST
+        server = grpc.aio.server(  # its calls are bounded by connection, and the connections by the front
             options=[
                 *_OPTIONS,
                 ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22)),
             ],
-            maximum_concurrent_rpcs=_CALLS * (most + 1),
         )
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._refusing(self._session)),
             "Upload": grpc.stream_stream_rpc_method_handler(self._refusing(self._upload)),
             # Not unary: gRPC would wait for its one message without a limit.
             "Download": grpc.stream_stream_rpc_method_handler(self._refusing(self._download)),
+            "Enrol": grpc.stream_stream_rpc_method_handler(self._refusing(self._enrol)),
         }
         # `Watch` is refused: its calls stay, and anybody may make them.
         health = {"Check": grpc.stream_stream_rpc_method_handler(self._refusing(self._check))}
@@ -479,13 +503,16 @@ class Door(Closing):
     async def _greet(self, context: Context) -> tuple[Site, bytes]:
         """Steps 1 to 3: the site that has proved who it is, and its key."""
         hello = _said(await context.read(), "hello").hello
-        if hello.version != VERSION:
-            raise DoorError(
-                "version of the door",
-                printable(hello.version)[:64],
-                expected=VERSION,
-                fix="install the same release of cloister at the coordinator and at the sites",
-            )
+        proof, member = await self._challenge(hello, context)
+        if not member:
+            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
+        seen = Head(proof.seen.number, proof.seen.hash)
+        await self._disk(partial(self._heads.check, hello.name, seen))
+        return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
+
+    async def _challenge(self, hello: pb.Hello, context: Context) -> tuple[pb.Proof, bool]:
+        """The proof of the key that a peer has, and whether it is that of the site whose name it says."""
+        _check_version(hello.version)
         if len(hello.nonce) != NONCE:
             raise DoorError("nonce", f"{len(hello.nonce)} bytes", expected=f"{NONCE} bytes")
         check_name(hello.name)
@@ -495,11 +522,57 @@ class Door(Closing):
         federation = self._federation()
         verify_proof(proof.signature, hello.name, proof.key, federation.entrance, nonces)
         member = federation.site(hello.name)
-        if member is None or member.key != proof.key:
-            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        seen = Head(proof.seen.number, proof.seen.hash)
-        await self._disk(partial(self._heads.check, hello.name, seen))
-        return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
+        return proof, member is not None and member.key == proof.key
+
+    # Strangers, in the thread of the event loop.
+
+    async def _enrol(self, _requests: Any, context: Context) -> None:
+        async with asyncio.timeout(HANDSHAKE_S):
+            first = _parsed(pb.FromSite, await context.read())
+            kind, hello = first.WhichOneof("said"), first.hello
+            if kind == "commit":
+                await self._exchange(first.commit, context)
+                return
+            if kind != "hello":
+                raise DoorError("message", kind or "", expected="commit or hello")
+            proof, member = await self._challenge(hello, context)
+            if not member:
+                self._enrolments.hear(hello.name, proof.key)
+                await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
+                return
+        self._sites.setdefault(hello.name, Site(hello.name)).rate.take()
+        document = _document(self._federation())
+        self._front.proved(context.peer())
+        try:
+            for at in range(0, len(document), CHUNK):
+                await _write(context, pb.ToSite(document=document[at : at + CHUNK]))
+        finally:
+            self._front.ended(context.peer())
+
+    async def _exchange(self, commit: pb.Commit, context: Context) -> None:
+        """Steps 2 to 5 of `short_authentication.py`, after which the request waits."""
+        _check_version(commit.version)
+        address = self._front.address(context.peer())
+        self._enrolments.commit(commit.commitment, address)
+        try:
+            entrance, nonce = self._federation().entrance, os.urandom(NONCE)
+            founded = pb.Founded(
+                nonce=nonce,
+                name=entrance.federation,
+                address=entrance.address,
+                authority=entrance.authority,
+            )
+            await context.write(pb.ToSite(founded=founded).SerializeToString())
+            reveal = _said(await context.read(), "reveal").reveal
+            seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
+            name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
+        except BaseException:
+            self._enrolments.failed += 1
+            raise
+        with contextlib.suppress(DoorError):
+            self._refusals.take()
+            _log.info("%s: %s waits to be approved", address, name or "a site that is approved")
+        await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
 
     def _dismiss(self) -> None:
         for site in self._sites.values():
@@ -508,6 +581,8 @@ class Door(Closing):
 
     def _refresh(self) -> None:
         federation = self._federation()
+        self._enrolments.settle(federation)
+        self._front.resize(len(federation.sites) or _FIRST)
         for site in self._sites.values():
             member = federation.site(site.name)
             if site.session is not None and (member is None or member.key != site.public):
@@ -523,14 +598,14 @@ class Door(Closing):
             said = _parsed(pb.FromSite, data)
             match said.WhichOneof("said"):
                 case "alive":
-                    head = await self._disk(partial(self._exchange, site, said.alive.head))
+                    head = await self._disk(partial(self._heads_with, site, said.alive.head))
                     session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
 
-    def _exchange(self, site: Site, seen: pb.Head) -> Head:
+    def _heads_with(self, site: Site, seen: pb.Head) -> Head:
         """Keep the head of a site's audit log; that of the coordinator's."""
         try:
             self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
@@ -667,6 +742,22 @@ def _retrieve(done: asyncio.Future[Any]) -> None:
     """Look at the error of a write whose upload has ended meanwhile: asyncio would log it as forgotten."""
     if not done.cancelled():
         done.exception()
+
+
+@lru_cache(maxsize=1)
+def _document(federation: Federation) -> bytes:
+    """The file of a version."""
+    return federation.to_toml().encode()
+
+
+def _check_version(version: str) -> None:
+    if version != VERSION:
+        raise DoorError(
+            "version of the door",
+            printable(version)[:64],
+            expected=VERSION,
+            fix="install the same release of cloister at the coordinator and at the sites",
+        )
 
 
 def _said(data: Any, kind: str) -> pb.FromSite:

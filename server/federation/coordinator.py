@@ -326,6 +326,11 @@ class Coordinator:
             case {"do": "refresh"}:
                 self._door.refresh()
                 yield {"connected": self._door.connected()}
+            case {"do": "waiting"}:
+                waiting, failed = self._door.waiting()
+                yield {"waiting": waiting, "failed": failed}
+            case {"do": "compare", "name": str(name), "code": str(code)}:
+                yield {"request": self._door.compare(name, code)}
             case {"do": "stop", "run": str(run)}:
                 yield from self._stop(run)
             case {"do": "follow", "run": str(run)}:

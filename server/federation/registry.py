@@ -3,6 +3,7 @@
 | file | what it is |
 |---|---|
 | `federation-1.toml`, `federation-2.toml`, ... | each version, public: the file that sites install |
+| `federation-0.toml` | the version without a site, with which the folder may begin |
 | `authority.key`, `authority.pem` | the certificate authority |
 | `door.key`, `door.pem` | key and certificate of the door, the server that sites connect to |
 
@@ -45,7 +46,7 @@ from cloister.protocol.identity.roster import NAME, check_private
 from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
 
-_VERSION = re.compile(r"federation-([1-9][0-9]*)\.toml")
+_VERSION = re.compile(r"federation-(0|[1-9][0-9]*)\.toml")
 
 Name = Annotated[
     str,
@@ -105,7 +106,7 @@ class Registry:
         Args:
             path: The folder; missing, or empty.
             terms: The coordinator's decisions.
-            requests: The requests that it approves.
+            requests: The requests that it approves; none: the folder has the version 0.
             now: The present time, with a zone.
             durable: Sync all of it before this returns.
 
@@ -127,7 +128,7 @@ class Registry:
                 # not synced: the folder is, as a whole
                 write_new(folder / f"{name}.key", key_to_pem(keys[name]), durable=False)
                 (folder / f"{name}.pem").write_bytes(certificate_to_pem(certificate))
-            _version_path(folder, 1).write_text(federation.to_toml(), encoding="utf-8")
+            _version_path(folder, federation.version).write_text(federation.to_toml(), encoding="utf-8")
 
         write_folder(path, fill, durable=durable)
         return cls(path, federation)
@@ -148,13 +149,13 @@ class Registry:
                 expected=f"a folder that can be read ({error.strerror})",
             ) from error
         numbers = sorted(int(match[1]) for match in found if match)
-        if not numbers or numbers != list(range(1, len(numbers) + 1)):
+        if not numbers or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise RosterError(
                 "folder of the federation",
                 str(path),
-                expected="the versions 1, 2, ... that `cloister coordinator approve` writes, without a gap",
+                expected="the versions 1, 2, ... that `cloister coordinator` writes, without a gap",
             )
-        federation = _read_version(path, 1)
+        federation = _read_version(path, numbers[0])
         for number in numbers[1:]:
             following = _read_version(path, number)
             following.changes_since(federation)
@@ -223,8 +224,9 @@ class Registry:
             more = tuple(name for name in names_of(self.certificate("door")) if name != host_of(before))
         names, days = _names(door, more), renewal.certificate_days
         made = issue(authority, authority_key, self._key("door"), names, now, days)
+        following = None if door == before else self.federation.moving(door)
         write_bytes(self.path / "door.pem", certificate_to_pem(made))
-        return self if door == before else self.publish(self.federation.moving(door))
+        return self if following is None else self.publish(following)
 
     def check_certificates(self, now: datetime.datetime) -> None:
         """Check that authority and certificates are valid now, belong together, and that their keys are private.
@@ -276,7 +278,7 @@ def check_empty(path: Path) -> None:
     except OSError:
         free = False
     if not free:
-        raise RosterError("--out", str(path), expected="a new folder, or an empty one")
+        raise RosterError("folder", str(path), expected="a new folder, or an empty one")
 
 
 def _names(address: str, more: Sequence[str]) -> list[str]:

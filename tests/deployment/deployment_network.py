@@ -312,9 +312,6 @@ def federation(operators: Operators, proxy: list[str]) -> Operators:
     """All persons, of whose federation the processes run."""
     if not operators.staying:
         operators.join()
-        operators.type("cloister coordinator start federation")
-        operators.wait_for_log(COORDINATOR, "ready: ")
-        operators.type(f"cloister site start {SITE}/site.toml")
     return operators
 
 

@@ -84,6 +84,11 @@ def test_the_page_runs_a_federation(operators: Operators) -> None:
         assert operators.end(party) == 130
 
 
+def test_three_sites_take_seven_commands_at_most() -> None:
+    typed = commands("Join a federation")
+    assert sum(3 if command.startswith("cloister site ") else 1 for command in typed) <= 7
+
+
 def test_a_coordinator_that_refuses_to_start_ends_a_rehearsal(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

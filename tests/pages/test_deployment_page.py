@@ -25,11 +25,16 @@ from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import done, found
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
-HERE = re.sub(r"^## (Run it|A second run|Services)\n.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+HERE = re.sub(
+    r"^## (Join a federation|Run it|A second run|Services)\n.*?(?=^## )",
+    "",
+    PAGE,
+    flags=re.MULTILINE | re.DOTALL,
+)
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", HERE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 ACTIONS = [
-    *(f"coordinator {action}" for action in ("approve", "remove", "revoke", "renew", "show")),
+    *(f"coordinator {action}" for action in ("create", "approve", "remove", "revoke", "renew", "show")),
     *(f"site {action}" for action in ("request", "install", "rotate")),
     "provision",
     "doctor",

@@ -332,10 +332,12 @@ class Relay:
     Args:
         address: HOST:PORT of the server.
         proxy: Whether a connection begins with an HTTP CONNECT.
+        source: The address of loopback from which it connects; empty: any.
     """
 
-    def __init__(self, address: str, *, proxy: bool = False) -> None:
+    def __init__(self, address: str, *, proxy: bool = False, source: str = "") -> None:
         self._proxy = proxy
+        self._source = (source, 0) if source else None
         host, _, port = address.rpartition(":")
         self._to = (host, int(port))
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -382,7 +384,7 @@ class Relay:
                 if self._proxy:
                     self.connects.append(near.recv(2**12).split(b"\r\n")[0].decode())
                     near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                far = socket.create_connection(self._to)
+                far = socket.create_connection(self._to, source_address=self._source)
             except OSError:  # the server is down
                 near.close()
                 continue

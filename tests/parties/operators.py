@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -31,6 +32,7 @@ WAIT_S = 120.0
 """Seconds within which a command that stays is ready, and within which it ends."""
 
 _SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+_CODE = re.compile(r"^code +([0-9A-Z]{4}-[0-9A-Z]{4})$", re.MULTILINE)
 _FINGERPRINT = re.compile(r"fingerprint +((?:[0-9a-f]{4}-){15}[0-9a-f]{4})\n")
 
 
@@ -63,6 +65,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a command in a process of its own, whose output goes to `stays.log` in the folder.
 
+    What its person types goes to `stdin` of what is returned, a terminal.
+
     Args:
         folder: Its current directory.
         words: The command, from `cloister` on.
@@ -70,15 +74,18 @@ def start(
         variables: Environment variables besides those of this process.
     """
     assert words[0] == "cloister"
-    with (folder / "stays.log").open("ab") as log:
-        return subprocess.Popen(
+    ours, theirs = pty.openpty()
+    with (folder / "stays.log").open("wb") as log, os.fdopen(theirs) as terminal:
+        process = subprocess.Popen(
             [*before, sys.executable, "-m", "cloister.cli.main", *words[1:]],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
-            stdin=subprocess.DEVNULL,
+            stdin=terminal,
             stdout=log,
             stderr=log,
         )
+    process.stdin = os.fdopen(ours, "wb", buffering=0)
+    return process
 
 
 class Operators:
@@ -101,19 +108,25 @@ class Operators:
         """The command that stays on each machine."""
 
     def join(self) -> None:
-        """Follow the section that makes the federation."""
+        """Follow the section that makes the federation: then all parties are connected."""
         for command in commands("Join a federation"):
             self.type(command)
             match shlex.split(command)[1:3]:
-                case ["site", "request"]:
-                    for site in self.sites:
-                        self._hear(site, self.printed[command.replace(SITE, site)])
-                        self._send(site, COORDINATOR, f"{site}/{site}.request")
+                case ["coordinator", "start"]:
+                    self.wait_for_log(COORDINATOR, "ready: ")
+                case ["site", "join"]:
+                    for site in self.sites:  # the first call
+                        (code,) = _CODE.findall(self.wait_for_log(site, "Waiting for the coordinator"))
+                        self.told[f"{site}=CODE-OF-{site.upper()}"] = f"{site}={code}"
                         self._fill_in(site)
                 case ["coordinator", "approve"]:
                     self._hear("federation", self.printed[command])
-                    for site in self.sites:
-                        self._send(COORDINATOR, site, "federation/federation-1.toml")
+                    for site in self.sites:  # the second call
+                        self.wait_for_log(site, "Type the fingerprint")
+                        terminal = self.staying[site].stdin
+                        assert terminal is not None
+                        terminal.write(self.told["HEX-OF-FEDERATION"].encode() + b"\n")
+                        self.wait_for_log(site, "connected to ")
 
     def type(self, command: str, site: str = "") -> None:
         """Type a command of the page where it belongs: at one site, at every site, or at the coordinator.
@@ -144,33 +157,37 @@ class Operators:
         path = self.machines[site].folder / site / "site.toml"
         path.write_text(with_values(path.read_text(encoding="utf-8"), values, str(path)), encoding="utf-8")
 
-    def wait_for_log(self, party: str, words: str) -> None:
-        """Wait until the command that stays at a party has logged some words."""
+    def wait_for_log(self, party: str, words: str) -> str:
+        """Wait until the command that stays at a party has logged some words; returns all that it has logged."""
         log = self.machines[party].folder / "stays.log"
         until, look = time.monotonic() + WAIT_S, threading.Event()
-        while words not in log.read_text(encoding="utf-8", errors="replace"):
-            assert self.staying[party].poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < until, log.read_text(errors="replace")
+        while words not in (text := log.read_text(encoding="utf-8", errors="replace")):
+            assert self.staying[party].poll() is None, text
+            assert time.monotonic() < until, text
             look.wait(0.1)
+        return text
 
     def end(self, party: str) -> int:
         """Send SIGTERM to the command that stays at a party; returns its exit code."""
         process = self.staying.pop(party)
-        process.send_signal(signal.SIGTERM)
-        return process.wait(WAIT_S)
+        with process:
+            process.send_signal(signal.SIGTERM)
+            return process.wait(WAIT_S)
 
     def end_all(self) -> None:
         """End all commands that stay, however the test has ended."""
         for process in self.staying.values():
             process.terminate()
         for process in self.staying.values():
-            process.wait(WAIT_S)
+            with process:
+                process.wait(WAIT_S)
 
     def _type(self, party: str, command: str) -> None:
         words = [self.told.get(word, word) for word in shlex.split(command)]
-        assert not [word for word in words if word.startswith("HEX-OF-")], command
-        if words[1:3] in (["coordinator", "start"], ["site", "start"]):
-            assert party not in self.staying
+        assert not [word for word in words if "-OF-" in word], command
+        if words[1:3] in (["coordinator", "start"], ["site", "join"], ["site", "start"]):
+            if party in self.staying:  # the page starts it again
+                assert self.end(party) == 130
             self.staying[party] = self.machines[party].start(words)
         else:
             self.printed[command] = self.machines[party].run(words)

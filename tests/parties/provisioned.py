@@ -43,15 +43,16 @@ class Parties:
         return found(self.capsys, "site", "rotate", "--folder", str(self.folder(name)))
 
     def approve(self, *requests: dict[str, Any]) -> dict[str, Any]:
-        """The coordinator approves requests; the first time it makes the federation."""
+        """The coordinator approves requests; before the first time it makes the federation."""
         return found(self.capsys, *self.approving(*requests))
 
     def approving(self, *requests: dict[str, Any]) -> list[str]:
         """The command that approves requests."""
         told = [word for request in requests for word in ("--fingerprint", request["fingerprint"])]
-        first = () if self.coordinator.exists() else FOUNDING
+        if not self.coordinator.exists():
+            found(self.capsys, "coordinator", "create", str(self.coordinator), *FOUNDING)
         files = [request["request"] for request in requests]
-        return ["coordinator", "approve", *files, "--out", str(self.coordinator), *told, *first]
+        return ["coordinator", "approve", str(self.coordinator), *files, *told]
 
     def change(self, action: str, *arguments: str) -> dict[str, Any]:
         """The coordinator removes, revokes or renews."""

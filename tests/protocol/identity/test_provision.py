@@ -262,11 +262,11 @@ def test_a_request_is_approved_only_by_its_fingerprint(
         changed = digits[:at] + ("0" if digits[at] != "0" else "1") + digits[at + 1 :]
         assert "do not approve" in refusal(parties.capsys, *[changed if w == digits else w for w in command])
     assert "that of a request" in refusal(parties.capsys, *command, "--fingerprint", other["fingerprint"])
-    both = [*command[:3], other["request"], *command[3:]]
+    both = [*command[:4], other["request"], *command[4:]]
     assert "request of b.bank" in refusal(parties.capsys, *both)  # which was not compared
     nothing = [word for word in command if word not in ("--fingerprint", digits)]
     assert "--fingerprint" in refusal(parties.capsys, *nothing)  # no terminal
-    assert not parties.coordinator.exists()
+    assert not (parties.coordinator / "federation-1.toml").exists()
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda _prompt: other["fingerprint"])
     assert "do not approve" in refusal(parties.capsys, *nothing)
@@ -299,16 +299,17 @@ def test_an_approval_can_be_repeated(installed: tuple[Parties, dict[str, Any]]) 
 
 
 def test_a_folder_that_is_no_federation_is_left_alone(parties: Parties) -> None:
-    request = parties.request("a-hospital")
-    command = parties.approving(request)
     (parties.coordinator).mkdir()
     (parties.coordinator / "mine").write_text("mine")
-    assert "--name" in refusal(parties.capsys, *command)
-    plain = [word for word in command if word not in FOUNDING]
-    assert "folder of the federation" in lone_refusal(parties.capsys, *plain)
+    command = parties.approving(parties.request("a-hospital"))
+    assert "folder of the federation" in lone_refusal(parties.capsys, *command)
+    create = ["coordinator", "create", str(parties.coordinator), *FOUNDING]
+    assert "an empty one" in lone_refusal(parties.capsys, *create)
     assert state(parties.coordinator) == {"mine": b"mine"}
     (parties.coordinator / "mine").unlink()
-    assert "--address" in lone_refusal(parties.capsys, *plain, "--name", "x")
+    assert "version 0: 0 sites" in done(parties.capsys, *create)
+    assert "an empty one" in lone_refusal(parties.capsys, *create)
+    assert "version 1" in done(parties.capsys, *command)
 
 
 @pytest.mark.parametrize(
@@ -327,9 +328,8 @@ def test_a_folder_that_is_no_federation_is_left_alone(parties: Parties) -> None:
     ],
 )
 def test_wrong_terms_are_refused(parties: Parties, option: str, value: str, said: str) -> None:
-    line = lone_refusal(
-        parties.capsys, *parties.approving(parties.request("a-hospital")), f"{option}={value}"
-    )
+    create = ["coordinator", "create", str(parties.coordinator), *FOUNDING]
+    line = lone_refusal(parties.capsys, *create, f"{option}={value}")
     assert said in line
     assert "\n" not in line
     assert not parties.coordinator.exists()
@@ -340,7 +340,7 @@ def test_a_registry_replaces_no_folder(parties: Parties) -> None:
     (parties.coordinator / "mine").write_text("mine")
     terms = Terms(name="x", door="a:1")
     request = Request.from_toml(Path(parties.request("a-hospital")["request"]).read_text())
-    with raises(RosterError, "--out", says="empty"):
+    with raises(RosterError, "folder", says="empty"):
         Registry.create(parties.coordinator, terms, [request], datetime.datetime.now(datetime.UTC))
     assert state(parties.coordinator) == {"mine": b"mine"}
 
@@ -813,9 +813,6 @@ def test_a_replacement_is_of_the_site_whose_key_is_revoked(
     assert "the request of c-lab" in lone_refusal(
         parties.capsys, *command, "--fingerprint", other["fingerprint"]
     )
-    assert "only for a new federation" in lone_refusal(
-        parties.capsys, *parties.approving(other), "--name", "other"
-    )
 
 
 # Secrets, full disks, interrupts.
@@ -848,7 +845,7 @@ def test_no_secret_is_printed_or_sent(parties: Parties) -> None:
     for path in parties.path.rglob("*"):  # given in the place of other files
         if path.is_file() and b"PRIVATE" in path.read_bytes():
             for command in (
-                ["coordinator", "approve", str(path), "--out", str(parties.path / "new")],
+                ["coordinator", "approve", str(parties.coordinator), str(path)],
                 ["site", "install", str(path), "--folder", str(parties.folder("b.bank"))],
                 ["provision", str(path), "--out", str(parties.path / "new")],
             ):
@@ -1034,5 +1031,5 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     settings = tmp_path / "federation.toml"
     settings.write_text(PROVISION)
     for out in (tmp_path, settings):
-        assert "--out" in lone_refusal(capsys, "provision", str(settings), "--out", str(out))
+        assert "an empty one" in lone_refusal(capsys, "provision", str(settings), "--out", str(out))
     assert list(tmp_path.iterdir()) == [settings]
