@@ -289,6 +289,26 @@ def asked(channel: AtDoor, request: Any) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
+def test_calls_of_strangers_end_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC bounds calls in total alone; here connections are bounded, and the calls of each."""
+    for where in ("front", "door"):
+        monkeypatch.setattr(f"cloister.server.door.{where}.HANDSHAKE_S", WAIT_S)
+    with ExitStack() as opened:
+        channel = opened.enter_context(open_channel(tmp_path))
+        opened.enter_context(connected(channel, Answering(vector=np.arange(1000, dtype=np.uint32)), tmp_path))
+        assert channel.wait_for(1, WAIT_S)
+        silent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        calls = []
+        for raw in (opened.enter_context(Raw(channel)) for _ in range(24)):
+            calls += [raw.call("Session", iter(silent.get, None)) for _ in range(15)]
+            raw.refused("Session", [b"?"])  # so the others have begun
+        for round_number in range(3):
+            assert isinstance(ask(channel, contribute(MODEL, round_number + 1), WAIT_S / 2), np.ndarray)
+        assert not any(call.done() for call in calls)
+        for _ in calls:
+            silent.put(None)
+
+
 def refused_upload(raw: Raw, key: bytes, *parts: Part) -> tuple[str, str]:
     return raw.refused("Upload", [part.SerializeToString() for part in parts], key)
 
