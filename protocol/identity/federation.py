@@ -287,7 +287,8 @@ class Federation:
         read_certificate(self.authority, "authority")
         least, most = (1, LARGEST) if self.version else (0, 0)
         if not least <= len(self.sites) <= most:
-            raise RosterError("sites", len(self.sites), expected=f"{least} to {most}")
+            fix = "" if self.sites else "approve a site first: cloister coordinator approve"
+            raise RosterError("sites", len(self.sites), expected=f"{least} to {most}", fix=fix)
         check_distinct(
             "sites", "site for each name", [(site.name.casefold(), site.name) for site in self.sites]
         )
