@@ -43,6 +43,9 @@ class SiteConfig(Section):
     """File of the federation that is installed; the certificate of the coordinator's authority, `authority.pem`, is
     beside it. Empty: none is. `cloister site install` sets it, the roster and the roster's hash, after it has compared
     the federation's fingerprint."""
+    coordinator: str = ""
+    """Public key of the coordinator, in hex: the site serves no request without a signature of it. `cloister site
+    install` sets it."""
     roster: str = ""
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""

@@ -271,7 +271,7 @@ class Door(Closing):
         asked = asked_in(ask, run.label)
         _log.info("run %s: %d sites are asked", run.label, len(ask.sites), extra={"run": run.label})
         waiting = {}
-        for name in ask.sites:
+        for name, envelope in zip(ask.sites, ask.envelopes, strict=True):
             site = self._sites[name]
             folder = run.folder / name / asked.id.hex()[:32]
             if site.taken not in (None, folder):
@@ -279,11 +279,11 @@ class Door(Closing):
             left, site.left, site.taken = site.left, None, None
             known = left is not None and left.asked.id == asked.id
             arrivals = left.arrivals if left is not None and known else Arrivals(folder, run.most_bytes)
-            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes)
+            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes, envelope)
             if left is not None and left.reply is not None and known:
                 self._take(run, site, site.pending, left.reply)
             elif site.session is not None:
-                site.session.send(asked.letter)
+                site.session.send(site.pending.letter)
         run.timers.add(timer := asyncio.create_task(self._wait(run, waiting)))
         timer.add_done_callback(run.timers.discard)
 
@@ -432,7 +432,7 @@ class Door(Closing):
         self._sessions[session.key] = site, session
         session.tell(welcome=pb.Welcome(key=session.key, run=self._run.label if self._run else ""))
         if site.pending is not None and site.pending.reply is None:
-            session.send(site.pending.asked.letter)
+            session.send(site.pending.letter)
         _log.info("%s is connected", site.name, extra={"site": site.name})
         self._seen()
         both = {
