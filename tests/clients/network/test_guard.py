@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from cloister.clients.app import client_app
+from cloister.clients.network import serve as serving
 from cloister.clients.network.guard import Guard
 from cloister.clients.network.serve import serve
 from cloister.clients.site import Site
@@ -39,6 +40,7 @@ from cloister.protocol.messages.wire import Buffer, decode_reply, encode, from_b
 from cloister.server.door.carrier import array_of, identify
 from cloister.tests.parties.envelopes import COORDINATOR, PUBLIC
 from cloister.tests.parties.federation import RUN, Federation, tiny
+from cloister.tests.tools.mutants import Mutant
 from cloister.tests.tools.raises import raises
 
 IDENTITY, OTHER = new_identity(), new_identity()
@@ -84,7 +86,7 @@ def site(tmp_path: Path) -> Recorder:
 
 
 def told(site: Recorder, envelope: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Reply:
-    return decode_reply(serve(lambda: site, envelope, frames, sealed=sealed))
+    return decode_reply(serving.serve(lambda: site, envelope, frames, sealed=sealed))
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -116,6 +118,39 @@ def test_a_lie_reaches_neither_the_site_nor_its_state(site: Recorder, tmp_path: 
     assert not site.asked
     assert bytes_of(tmp_path) == before
     assert told(site, signed(frames), frames) == Joined("site-0")  # the true one is served after it
+
+
+VERIFIED = "protocol.messages.envelope:verified"
+SIGNATURE = "_public(coordinator).verify(envelope.signature, envelope.signed)"
+WITHOUT = {
+    "another member's key": Mutant(
+        VERIFIED, "_public(coordinator).verify(envelope.signature, envelope.signed)", "pass"
+    ),
+    "edited": Mutant(VERIFIED, SIGNATURE, "pass"),
+    "another site": Mutant(VERIFIED, "envelope.site != site", "False"),
+    "another body": Mutant(VERIFIED, "envelope.body != body_of(frames)", "False"),
+    "another run": Mutant("clients.network.serve:serve", "run != named", "False"),
+}
+
+
+@pytest.mark.parametrize("lie", WITHOUT)
+def test_a_lie_is_served_without_the_guard_against_it(
+    site: Recorder, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    WITHOUT[lie].plant(monkeypatch)
+    frames = request()
+    assert told(site, LIES[lie](frames), frames) == Joined("site-0")
+
+
+@pytest.mark.parametrize(("counter", "old"), [(5, "counter < highest"), (6, "digest != known")])
+def test_a_replay_is_served_without_the_guard_against_it(
+    site: Recorder, monkeypatch: pytest.MonkeyPatch, counter: int, old: str
+) -> None:
+    frames, other = request("1"), request("2")
+    assert told(site, signed(frames, counter=6), frames) == Joined("site-0")
+    assert isinstance(told(site, signed(other, counter=counter), other), Failed)
+    Mutant("clients.network.guard:_advance", old, "False").plant(monkeypatch)
+    assert told(site, signed(other, counter=counter), other) == Joined("site-0")
 
 
 def test_only_requests_that_come_later_or_again_are_served(site: Recorder) -> None:
@@ -175,9 +210,9 @@ def test_vectors_are_covered_by_the_hashes_in_the_first_frame(tmp_path: Path) ->
         assert "the one with the hash" in reply.reason
 
 
-def for_real(site: Site, frames: Sequence[Buffer], counter: int = 2**50) -> bytes:
+def for_real(site: Site, frames: Sequence[Buffer], counter: int = 2**50, run: str = RUN) -> bytes:
     site.config = site.config.model_copy(update={"coordinator": PUBLIC.hex()})
-    return signed(frames, site=site.name, counter=counter)
+    return signed(frames, site=site.name, counter=counter, run=run)
 
 
 def test_nobody_but_the_coordinator_moves_a_real_site(tmp_path: Path) -> None:
@@ -207,7 +242,9 @@ def test_nobody_but_the_coordinator_moves_a_real_site(tmp_path: Path) -> None:
     assert not isinstance(
         decode_reply(serve(lambda: site, for_real(site, encode(begin)), encode(begin))), Failed
     )
-    offered = decode_reply(serve(lambda: site, for_real(site, encode(other), 2**51), encode(other), str))
+    offered = decode_reply(
+        serve(lambda: site, for_real(site, encode(other), 2**51, other.run), encode(other), str)
+    )
     assert isinstance(offered, Failed)
     assert "consent" in offered.reason
     assert (state / "offers").exists()
@@ -247,7 +284,7 @@ def test_a_reply_is_of_one_request_and_one_site(site: Recorder) -> None:
             sender.opened(name, envelope, frames)
 
 
-def test_what_others_make_or_change_is_no_reply(site: Recorder) -> None:
+def test_what_others_make_or_change_is_no_reply(site: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Sender(COORDINATOR, RUN, 1, ROSTER)
     envelope, sealed = exchange(site, sender, request())
     head, body = (bytes(view(frame)) for frame in sealed)
@@ -264,9 +301,18 @@ def test_what_others_make_or_change_is_no_reply(site: Recorder) -> None:
     again, forged = exchange(site, sender, request())
     with raises(SignatureError, "reply"):
         sender.opened("site-0", again, forged)
+    verify = "site.verify(head.signature, _signed(envelope, head.key))"
+    Mutant("protocol.messages.envelope:open_sealed", verify, "pass").plant(monkeypatch)
+    assert decode_reply(sender.opened("site-0", again, forged)) == Joined("site-0")
 
 
-def test_over_others_carriers_a_site_seals_or_is_silent(site: Recorder) -> None:
+def test_over_others_carriers_a_site_seals_or_is_silent(
+    site: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frames = request()
     assert isinstance(told(site, signed(frames), frames, sealed=True), Failed)
     assert not site.asked
+    Mutant("clients.network.guard:Guard.admit", "sealed and not envelope.reply_key", "False").plant(
+        monkeypatch
+    )
+    assert told(site, signed(frames), frames, sealed=True) == Joined("site-0")
