@@ -38,6 +38,8 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.wire import Buffer, decode_reply, encode, from_bytes, to_bytes, view
 from cloister.server.door.carrier import array_of, identify
+from cloister.server.record.folder import RunFiles
+from cloister.server.record.history import identity, next_start
 from cloister.tests.parties.envelopes import COORDINATOR, PUBLIC
 from cloister.tests.parties.federation import RUN, Federation, tiny
 from cloister.tests.tools.mutants import Mutant
@@ -184,6 +186,17 @@ def test_the_counter_outlives_the_process(tmp_path: Path) -> None:
 def _serve_and_die(state: Path, envelope: bytes) -> None:
     told(Recorder(state), envelope, request())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_start_of_the_coordinator_counts_from_above_the_one_before(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    run = identity(files)
+    counters = []
+    for _ in range(2):
+        sender = Sender(COORDINATOR, run, next_start(files))
+        counters += [from_bytes(Envelope, sender.envelope("site-0", bytes(32))).counter for _ in range(2)]
+    assert counters == sorted(set(counters))
+    assert counters[2] >> 32 == 2
 
 
 def test_a_site_without_a_coordinator_serves_nobody(site: Recorder, tmp_path: Path) -> None:
