@@ -46,7 +46,7 @@ from cloister.protocol.identity.certificates import (
 )
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request as Enrolment
-from cloister.protocol.identity.roster import load_identity, load_roster, new_identity
+from cloister.protocol.identity.roster import Roster, load_identity, load_roster, new_identity
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages.digest import vector_hash
@@ -67,7 +67,7 @@ from cloister.protocol.messages.transfer import VERSION
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.history import identity, next_start
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure
@@ -135,6 +135,7 @@ class AtDoor(Closing):
         most_bytes: As for `DoorGrid`.
         bind: Where its own door listens.
         run: Label of the run.
+        sender: Signs its requests; None: the coordinator of sites that a test makes up.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class AtDoor(Closing):
         most_bytes: int = 2**23,
         bind: str = "127.0.0.1:0",
         run: str = RUN,
+        sender: Sender | None = None,
     ) -> None:
         self._own = door is None
         federation = federation_of({name: identity_of(name) for name in names})
@@ -153,7 +155,7 @@ class AtDoor(Closing):
         near, far = socket.socketpair()
         self.door.serve(near)
         self.grid = DoorGrid(far, run, folder / "spool", names, most_bytes)
-        channel = GridChannel(self.grid, sender_of(RUN), dict(enumerate(names, 1)))
+        channel = GridChannel(self.grid, sender or sender_of(RUN), dict(enumerate(names, 1)))
         self.nodes, self.ask, self.stream = channel.nodes, channel.ask, channel.stream
         self.connected, self.wait_for = self.grid.connected, self.grid.wait_for
         self.address = self.door.address
@@ -163,6 +165,11 @@ class AtDoor(Closing):
         self.grid.close(over=over)
         if self._own:
             self.door.close()
+
+
+def laid_out_sender(files: RunFiles, sites: Path, roster: Roster | None = None) -> Sender:
+    """The coordinator's side of a run of sites that a simulation has laid out; another start each time."""
+    return Sender(load_identity(sites / "coordinator.pem"), identity(files, roster), next_start(files))
 
 
 def open_channel(folder: Path, **options: Any) -> AtDoor:
@@ -633,8 +640,7 @@ def _coordinate(path: Path, sites: Path, far: socket.socket, moment: Moment | No
     with RunFolder.reopen(path) as folder:
         plan, roster = folder.plan, load_roster(sites / "roster.toml")
         most_bytes = most_bytes_of(plan, 10**5)
-        key = load_identity(sites / "coordinator.pem")
-        sender = Sender(key, identity(folder, roster), next_start(folder))
+        sender = laid_out_sender(folder, sites, roster)
         with DoorGrid(far, "run", path.with_name("spool"), roster.names, most_bytes) as grid:
             assert grid.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
             channel = GridChannel(grid, sender, dict(enumerate(roster.names, 1)))
