@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.machine.prerequisites import check_extra
 from cloister.simulations.engines.process import environment
 
+_REGISTRATION_S = 60
 _END_S = 60  # for a coordinator that was interrupted in a long call to stop
 
 
@@ -69,7 +71,7 @@ def run_on_flower(
         from cloister.simulations.engines.cluster import check_nodes, cluster, room
         from cloister.simulations.engines.ray_workers import RayWorkers
 
-    coordinator = _Coordinator(server_app)
+    coordinator = _Coordinator(server_app, sites)
     guarded = ServerApp()
     guarded.main()(coordinator.main)
     with _quietly(), cluster(address):
@@ -101,8 +103,9 @@ class _Coordinator:
     Flower prints the traceback of an exception that leaves a ServerApp and, in some of its paths, drops it.
     """
 
-    def __init__(self, app: ServerApp) -> None:
+    def __init__(self, app: ServerApp, sites: int) -> None:
         self._app = app
+        self._sites = sites
         self._thread: int | None = None
         self._ended = threading.Event()
         self.over = threading.Event()
@@ -110,9 +113,10 @@ class _Coordinator:
         self.raised: BaseException | None = None
 
     def main(self, grid: Grid, context: Context) -> None:
-        """Run the app; Flower may not have registered all sites yet."""
+        """Run the app once all sites are registered."""
         self._thread = threading.get_ident()
         try:
+            _await_nodes(grid, self._sites)
             self._app(grid=grid, context=context)
         except BaseException as error:
             self.raised = error
@@ -145,6 +149,21 @@ def _backend(make: Callable[[object], object], threads: int) -> Iterator[None]:
         mock.patch(f"{vce}.vce_api.ThreadPoolExecutor", partial(ThreadPoolExecutor, threads)),
     ):
         yield
+
+
+def _await_nodes(grid: Grid, sites: int) -> None:
+    """Wait until all sites are registered.
+
+    The runtime starts the `ServerApp` before it registers them and offers no event, so this polls.
+    """
+    pause = threading.Event()
+    last = time.monotonic() + _REGISTRATION_S
+    while len(list(grid.get_node_ids())) < sites:
+        if time.monotonic() > last:
+            raise EngineError(
+                "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
+            )
+        pause.wait(0.02)
 
 
 def _root(error: BaseException) -> BaseException:

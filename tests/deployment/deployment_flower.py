@@ -48,7 +48,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 
-from cloister.protocol.identity.roster import load_identity
+from cloister.protocol.identity.roster import Card, Roster, load_identity
 from cloister.protocol.messages.envelope import Sender, body_of
 from cloister.protocol.messages.messages import TRAIN, Agree, Begin, Join, SumId
 from cloister.protocol.messages.wire import decode_reply, encode, view
@@ -68,9 +68,10 @@ def main(grid, context):
 
     join = Join(run, said["plan"], bytes(32), b"", np.empty(0, np.float32))
     member, coordinator = load_identity(Path(said["member"])), load_identity(Path(said["coordinator"]))
-    attacks = [(begin, lambda body: Sender(member, run, 2**20).envelope("site-000", body))]
+    replies = Roster.of([Card.of("member", member)])  # whoever it is, replies are to be sealed
+    attacks = [(begin, lambda body: Sender(member, run, 2**20, replies).envelope("site-000", body))]
     attacks += [(join, lambda body: b"")]
-    attacks += [(begin, lambda body: Sender(coordinator, run, 0).envelope("site-000", body))]
+    attacks += [(begin, lambda body: Sender(coordinator, run, 0, replies).envelope("site-000", body))]
     told = []
     for request, signed in attacks:
         frames, record = encode(request), ArrayRecord()
@@ -182,9 +183,11 @@ def test_a_bundle_ends_with_the_weights_of_a_simulation_and_strangers_move_nothi
     assert run.metrics()[-1]["params_sha256"] == simulated["params_sha256"]
     assert found(capsys, "report", str(run.path))
     before = state(parties.sites.path)
-    for kind, reason in attacked(flower, bundle, parties, run, tmp_path):
-        assert kind == "Failed"
-        assert reason
+    answers = attacked(flower, bundle, parties, run, tmp_path)
+    assert {kind for kind, _ in answers} == {"Failed"}
+    assert len({reason for _, reason in answers if "counter of the request" in reason}) == 1, (
+        "the old request"
+    )
     assert state(parties.sites.path) == before
     assert next_start(run) == 2
 
