@@ -37,6 +37,7 @@ import grpc
 import numpy as np
 
 from cloister.clients.network.door import DoorSite, Visitor
+from cloister.clients.network.guard import Guard
 from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.identity.certificates import (
@@ -46,10 +47,10 @@ from cloister.protocol.identity.certificates import (
     new_authority,
     new_key,
 )
-from cloister.protocol.identity.federation import Federation
-from cloister.protocol.identity.roster import load_identity
+from cloister.protocol.identity.roster import load_identity, new_identity
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.digest import instructions_digest, vector_hash
+from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.messages.messages import (
     TRAIN,
     Contribute,
@@ -77,11 +78,16 @@ PHASES = 100
 class Site:
     """Contributes a vector of so many bytes, or one element where the model is large."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, coordinator: str) -> None:
         self.name = name
+        self._coordinator = coordinator
         self._large = np.arange(size // 4, dtype=np.uint32)
         self._manifest = ((0, self._large.size, vector_hash(self._large)),)
         self._small = np.zeros(1, np.uint32)
+
+    @property
+    def guard(self) -> Guard:
+        return Guard(self.name, self._coordinator, Path("nowhere"), lambda _run: new_identity())
 
     def answer(self, request: Request) -> Joined | Contribution:
         if not isinstance(request, Contribute):
@@ -98,7 +104,7 @@ class Site:
 
 def serve_site(home: Path, entrance: Entrance, size: int, folder: str) -> None:
     config = read_config(home / "site.toml")
-    site = Site(config.name, size)
+    site = Site(config.name, size, config.coordinator)
     DoorSite(
         Visitor(config.name, lambda: load_identity(Path(config.identity)), lambda: entrance),
         lambda: site,
@@ -121,13 +127,13 @@ def open_door(pipe: Connection, federation: Path, far: socket.socket) -> None:
 
 
 def coordinate(
-    pipe: Connection, door: Connection, near: socket.socket, federation: Federation, size: int, folder: str
+    pipe: Connection, door: Connection, near: socket.socket, registry: Registry, size: int, folder: str
 ) -> None:
     """Send the seconds of each direction, of an empty phase, and the peaks."""
-    names = federation.roster.names
+    names = registry.federation.roster.names
     with DoorGrid(near, "run", Path(folder) / "spool", names, size) as grid:
         assert grid.wait_for(len(names), WAIT_S) == len(names)
-        channel = GridChannel(grid, dict(enumerate(names, 1)))
+        channel = GridChannel(grid, Sender(registry.signing_key(), "run", 1), dict(enumerate(names, 1)))
         total = np.ones(size // 4, np.uint32)  # not zeros, whose memory would come with the first sum
         found: dict[str, Any] = {"phase": []}
         for number in range(PHASES):
@@ -199,7 +205,7 @@ class Deployment:
         self._processes = [context.Process(target=open_door, args=(other, registry.path, far))]
         self._processes[0].start()
         entrance = replace(registry.federation.entrance, address=door.recv())
-        arguments = (end, door, near, registry.federation, size, folder)
+        arguments = (end, door, near, registry, size, folder)
         self._processes.append(context.Process(target=coordinate, args=arguments))
         self._sites = [
             context.Process(target=serve_site, args=(parties / "sites" / each.name, entrance, size, folder))

@@ -72,9 +72,17 @@ from cloister.lm.model.model import load_model
 from cloister.lm.text.data import Sequences
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
-from cloister.protocol.identity.roster import Card, Roster, new_identity, save_identity, save_roster
+from cloister.protocol.identity.roster import (
+    Card,
+    Roster,
+    load_identity,
+    new_identity,
+    save_identity,
+    save_roster,
+)
 from cloister.protocol.machine.storage import sync_to_disk
 from cloister.protocol.messages.cohort import Draw
+from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.messages.messages import TRAIN, Masked, Signed
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
@@ -314,6 +322,8 @@ def lay_out(folder: Path, plan: Plan) -> tuple[Roster, list[Path]]:
     identities = {name: new_identity() for name in names}
     roster = Roster.of(Card.of(name, identity) for name, identity in identities.items())
     save_roster(roster, folder / "roster.toml")
+    coordinator = new_identity()
+    save_identity(coordinator, folder / "coordinator.pem")
     (folder / "data.txt").write_text("All sites have the same record.\n" * 99, encoding="utf-8")
     paths = []
     for site, name in enumerate(names):
@@ -323,6 +333,7 @@ def lay_out(folder: Path, plan: Plan) -> tuple[Roster, list[Path]]:
             "data": "data.txt",
             "state": f"states/{site}",
             "identity": f"{name}.pem",
+            "coordinator": coordinator.public_key().public_bytes_raw().hex(),
             "roster": "roster.toml",
             "roster_hash": roster.hash.hex(),
             "plan": plan.digest(),
@@ -364,7 +375,9 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
             ) as grid,
             Journal(folder / "journal.sqlite") as journal,
         ):
-            members = Members(GridChannel(grid), plan, "run", refuse, roster=roster)
+            sender = Sender(load_identity(folder / "coordinator.pem"), "run", 1)
+            names = {node: f"site-{node - 1}" for node in range(1, SITES + 1)}
+            members = Members(GridChannel(grid, sender, names), plan, "run", refuse, roster=roster)
             optimizer = ServerOptimizer(plan.server, np.zeros(size, np.float32))
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")

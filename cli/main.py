@@ -34,7 +34,7 @@ VERBS = [
     "report", "generate", "export", "compress",  # what a finished run has made
     "tokenizer", "plan", "budget",  # before a run
     "site", "coordinator", "provision", "doctor",  # the parties of a deployment
-    "up", "submit", "status", "track", "stop", "logs",  # runs of a deployment
+    "up", "flower", "submit", "status", "track", "stop", "logs",  # runs of a deployment
     "ledger", "audit",  # privacy
 ]  # fmt: skip
 """The verbs in the order of `--help`; each is a module of `cli/verbs`."""

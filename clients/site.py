@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from transformers import PreTrainedTokenizerBase
 
 from cloister.aggregation.features.feature import Me, Secrets
@@ -28,6 +29,7 @@ from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
 from cloister.clients.consent.spending import Spending
+from cloister.clients.network.guard import Guard
 from cloister.clients.ranks.resident import Loaded, Resident
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.state.attempt import Attempts
@@ -135,6 +137,11 @@ class Site:
         self._admission = Admission(config, resident, self._spending)
         # What the site's attempts are derived from, besides the sum and the files in its folder.
         self._folder, self._derived_from = config.folder, (config, simulated.agreements)
+
+    @property
+    def guard(self) -> Guard:
+        """Which requests are the coordinator's own."""
+        return Guard(self.name, self.config.coordinator, self.config.folder, self._identity)
 
     def answer(self, request: Request) -> Reply:
         """The site's reply to a request.
@@ -297,6 +304,15 @@ class Site:
         kept = self._kept.membership(run)
         config = self.config.model_copy(update=kept._asdict()) if kept else self.config
         return Admission(config, self._resident, self._spending)
+
+    def _identity(self, run: str) -> Ed25519PrivateKey:
+        """The site's identity key, as it has joined a run, or would.
+
+        Raises:
+            RosterError: it cannot be read.
+        """
+        kept = self._kept.membership(run) or self.config
+        return self._resident.identity(kept.identity)
 
     def _open(self, sum_id: SumId) -> Loaded:
         """Model and trainer for a message, after a check that the site has joined its plan and run."""

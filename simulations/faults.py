@@ -10,7 +10,8 @@ import threading
 import time
 from dataclasses import replace
 
-from cloister.clients.network.serve import Served
+from cloister.clients.network.guard import Guard
+from cloister.clients.network.serve import Guarded
 from cloister.protocol.errors import BudgetError, FaultError, PolicyError
 from cloister.protocol.messages.messages import (
     TRAIN,
@@ -35,7 +36,7 @@ class Faulty:
         speed: Speed of its hardware relative to this machine, from above 0 to 1.
     """
 
-    def __init__(self, site: Served, plan: Plan, speed: float) -> None:
+    def __init__(self, site: Guarded, plan: Plan, speed: float) -> None:
         self._site = site
         self._plan = plan
         self._speed = speed
@@ -44,6 +45,11 @@ class Faulty:
     def name(self) -> str:
         """The site's name."""
         return self._site.name
+
+    @property
+    def guard(self) -> Guard:
+        """The site's own."""
+        return self._site.guard
 
     def answer(self, request: Request) -> Reply:
         """Answer as the site does, or drop out before; delay training as slower hardware would.

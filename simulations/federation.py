@@ -52,6 +52,7 @@ from cloister.protocol.errors import (
 from cloister.protocol.identity.roster import (
     Card,
     Roster,
+    load_identity,
     load_roster,
     new_identity,
     save_identity,
@@ -59,10 +60,11 @@ from cloister.protocol.identity.roster import (
 )
 from cloister.protocol.machine.storage import sync_to_disk, write_file, write_folder, write_new
 from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
-from cloister.server.federation.app import GridChannel, server_app
+from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
-from cloister.server.record.history import reached, run_history
+from cloister.server.record.history import identity, next_start, reached, run_history
 from cloister.server.record.journal import CREATED, DONE, FINISHED
 from cloister.server.record.outcome import Outcome, finish, outcome
 from cloister.server.record.phases import Phase, Phases
@@ -87,6 +89,8 @@ from cloister.simulations.partition import (
 from cloister.simulations.poison import altered, multiplied, scale_of
 
 _RUN_ID = 1
+_MEETING_S = 600.0
+"""Seconds for which sites of a cluster may take to tell their names, before the run begins with those that have."""
 
 
 def simulate(
@@ -169,9 +173,10 @@ def _coordinate(
     with phases.during(Phase.PREPARE):
         public = _prepare(folder, observe)  # while the engine's processes import what they need
         roster = load_roster(folder.sites.roster) if plan.aggregation.secure else None
+        channel = _channel(folder, grid, identity(folder, roster))
     return run(
         folder,
-        GridChannel(grid),
+        channel,
         told,
         roster=roster,
         public=public,
@@ -180,6 +185,17 @@ def _coordinate(
         dataset=dataset,
         phases=phases,
     )
+
+
+def _channel(folder: RunFolder, grid: Grid, run_identity: str) -> GridChannel:
+    """The channel to a run's sites: the nodes of the local engine are known, others tell their names."""
+    sender = Sender(load_identity(folder.sites.coordinator), run_identity, next_start(folder))
+    names = [site_name(index) for index in range(folder.plan.cohort.sites)]
+    if isinstance(grid, LocalGrid):
+        return GridChannel(grid, sender, dict(enumerate(names, 1)))
+    channel = MeetingChannel(grid, sender, names)
+    channel.meet(len(names), _MEETING_S)
+    return channel
 
 
 def local_grid(
@@ -410,10 +426,19 @@ def lay_out(plan: Plan, folder: Path) -> None:
     identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
+    coordinator = new_identity()
+    save_identity(coordinator, names.coordinator, durable=False)
     for index, (name, key) in enumerate(identities.items()):
         # The folder is synced as a whole.
         save_identity(key, names.site(name) / "identity.pem", durable=False)
-        write_config(plan, names, index, roster="../roster.toml", roster_hash=roster.hash.hex())
+        write_config(
+            plan,
+            names,
+            index,
+            coordinator=coordinator.public_key().public_bytes_raw().hex(),
+            roster="../roster.toml",
+            roster_hash=roster.hash.hex(),
+        )
 
 
 def _check_public_sources(plan: Plan) -> None:

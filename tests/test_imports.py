@@ -21,9 +21,11 @@ ALLOWED: dict[str, set[str]] = {
 }
 KNOWS_FLOWER = {
     "clients/app.py",
+    "clients/flower.py",
     "server/door/carrier.py",
     "server/door/grid.py",
     "server/federation/app.py",
+    "server/federation/flower.py",
     "simulations/federation.py",
     "simulations/engines/flower.py",
     "simulations/engines/grid.py",

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
     log_to_stderr(arguments.log_format, known)
     log = logging.getLogger("cloister")
     from cloister.server.door.process import allow_files
-    from cloister.server.federation.deployed import coordinate
+    from cloister.server.federation.deployed import by_door, coordinate
     from cloister.server.federation.registry import Registry
     from cloister.server.record.events import to_json
     from cloister.server.record.folder import RunFolder
@@ -213,7 +214,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     registry = Registry.open(Path(arguments.federation))
     with socket.socket(fileno=arguments.door) as door, RunFolder.reopen(Path(arguments.run)) as folder:
-        coordinate(folder, registry, door, observe)
+        coordinate(folder, registry, observe, partial(by_door, far=door, observe=observe))
     return 0
 
 

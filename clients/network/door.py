@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
 from cloister.clients.network.proxy import proxy_for
-from cloister.clients.network.serve import Served, reticent, serve
+from cloister.clients.network.serve import Guarded, reticent, serve
 from cloister.protocol.errors import (
     CloisterError,
     DoorError,
@@ -202,7 +202,7 @@ class DoorSite:
     def __init__(
         self,
         visitor: Visitor,
-        open_site: Callable[[], Served],
+        open_site: Callable[[], Guarded],
         folder: Path,
         *,
         ended: Callable[[], None] = lambda: None,
@@ -436,7 +436,7 @@ class DoorSite:
         frames = self._fetch(letter)
         if frames is None:
             return None
-        reply = Parcel.of(decode_reply(serve(self._open_site, frames, self._explain)))
+        reply = Parcel.of(decode_reply(serve(self._open_site, letter.envelope, frames, self._explain)))
         if any(each.data.nbytes for each in reply.vectors):
             self._kept = letter.id, reply
         return reply

@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, SecureSumError
+from cloister.clients.network.guard import Guard
+from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, SecureSumError, StaleError
+from cloister.protocol.messages.envelope import Envelope
 from cloister.protocol.messages.messages import Failed, Join, Refused, Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.wire import Buffer, decode_request, encode
@@ -19,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Served(Protocol):
-    """A site as its transport sees it: `clients.site.Site` or a wrapper of one."""
+    """A site: `clients.site.Site` or a wrapper of one."""
 
     @property
     def name(self) -> str:
@@ -36,6 +38,14 @@ class Served(Protocol):
         """The site's signed refusal of a request that its policy or budget forbids."""
 
 
+class Guarded(Served, Protocol):
+    """A site as its transport sees it."""
+
+    @property
+    def guard(self) -> Guard:
+        """Which requests it serves."""
+
+
 def reticent(error: Exception) -> str:
     """The part of an error that a coordinator may know.
 
@@ -48,16 +58,61 @@ def reticent(error: Exception) -> str:
 
 
 def serve(
-    open_site: Callable[[], Served],
+    open_site: Callable[[], Guarded],
+    signed: bytes,
     frames: Sequence[Buffer],
     explain: Callable[[Exception], str] = reticent,
-) -> list[Buffer]:
-    """Answer one request.
+    *,
+    sealed: bool = False,
+) -> Sequence[Buffer]:
+    """Answer one request of the coordinator; of any other, nothing is decoded.
 
     Args:
         open_site: Finds the site.
+        signed: The request's envelope (`protocol/messages/envelope.py`).
         frames: The request (`protocol/messages/wire.py`).
         explain: Turns an error into the line that the coordinator receives.
+        sealed: Refuse a request whose reply would not be sealed.
+
+    Returns:
+        The reply's frames, sealed where the envelope wants it.
+    """
+    admitted: list[tuple[Guard, Envelope]] = []
+
+    def open_admitted() -> Served:
+        site = open_site()
+        admitted.append((site.guard, site.guard.admit(signed, frames, sealed=sealed)))
+        return site
+
+    def check(request: Request) -> None:
+        run, named = admitted[0][1].run, _about(request)["run"]
+        if run != named:
+            raise StaleError("run of the request", str(named), expected=f"{run}, for which it is signed")
+
+    reply = answered(open_admitted, frames, explain, check)
+    if not admitted:
+        return reply
+    guard, envelope = admitted[0]
+    try:
+        return guard.sealed(envelope, signed, reply)
+    except CloisterError as error:
+        _log.warning("reply: %s", error)
+        return encode(Failed("", printable(explain(error))))
+
+
+def answered(
+    open_site: Callable[[], Served],
+    frames: Sequence[Buffer],
+    explain: Callable[[Exception], str] = reticent,
+    check: Callable[[Request], None] = lambda _request: None,
+) -> list[Buffer]:
+    """Answer one request of a caller in this process, or of one that `open_site` and `check` have proved.
+
+    Args:
+        open_site: Finds the site.
+        frames: The request.
+        explain: As for `serve`.
+        check: Raises for a request that is not to be answered.
 
     Returns:
         The reply's frames.
@@ -68,6 +123,7 @@ def serve(
         name = site.name
         request = decode_request(frames)
         about = _about(request)
+        check(request)
         return encode(_answer(site, request))
     except CloisterError as error:
         _log.warning("refused: %s", error, extra=about)

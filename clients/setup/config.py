@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import FASTEST, SLOWEST, SMALLEST_COHORT, MeshSection
-from cloister.protocol.plan.settings import Section, Settings
+from cloister.protocol.plan.settings import InWords, Section, Settings
 
 
 class Membership(NamedTuple):
@@ -43,6 +43,9 @@ class SiteConfig(Section):
     """File of the federation that is installed; the certificate of the coordinator's authority, `authority.pem`, is
     beside it. Empty: none is. `cloister site install` sets it, the roster and the roster's hash, after it has compared
     the federation's fingerprint."""
+    coordinator: Annotated[str, Field(pattern="^([0-9a-f]{64})?$"), InWords("64 hexadecimal digits")] = ""
+    """Public key of the coordinator, in hex: the site serves no request without a signature of it. `cloister site
+    install` sets it."""
     roster: str = ""
     """File of the roster that the sites agreed on."""
     roster_hash: str = ""

@@ -215,6 +215,7 @@ def install(offer: Offer, *, durable: bool = True) -> Path:
     }
     values = {
         "federation": str(relative / "federation.toml"),
+        "coordinator": federation.coordinator.hex(),
         "roster": str(relative / "roster.toml"),
         "roster_hash": federation.roster.hash.hex(),
         "identity": offer.identity,
@@ -236,18 +237,15 @@ def read_installed(config: SiteConfig) -> Federation | None:
     """The version that is installed.
 
     Raises:
-        RosterError: its file was damaged, or `site.toml` pins another roster.
+        RosterError: its file was damaged, or `site.toml` pins another roster or coordinator.
     """
     if not config.federation:
         return None
     path = Path(config.federation)
     federation = Federation.from_toml(read_document(path, "federation"), str(path))
-    if config.roster_hash != federation.roster.hash.hex():
-        raise RosterError(
-            "roster_hash",
-            config.roster_hash,
-            expected=f"{federation.roster.hash.hex()}, as in the installed {path}",
-        )
+    for field, value in (("roster_hash", federation.roster.hash), ("coordinator", federation.coordinator)):
+        if (here := getattr(config, field)) != value.hex():
+            raise RosterError(field, here, expected=f"{value.hex()}, as in the installed {path}")
     return federation
 
 

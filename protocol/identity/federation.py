@@ -1,9 +1,9 @@
 """A federation as its sites agree on it: who they are, where the coordinator is, and what changes between versions.
 
 The coordinator makes each version and sends it to all sites as one file. Its fingerprint covers all of it: name,
-version, fingerprint of the version before, address, certificate authority, revoked keys, and every site's signed
-request. The operators compare the fingerprint over another channel, so that all sites have the same file. The roster of
-its cards (`roster.py`) is what the secure sum uses.
+version, fingerprint of the version before, address, certificate authority, the coordinator's key, revoked keys, and
+every site's signed request. The operators compare the fingerprint over another channel, so that all sites have the same
+file. The roster of its cards (`roster.py`) is what the secure sum uses.
 
 A file does not state what changed. Each site computes it from the version that it has installed and the next one:
 
@@ -32,12 +32,12 @@ from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.roster import NAME, Roster, check_distinct
+from cloister.protocol.identity.roster import NAME, Roster, check_distinct, check_public
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.plan.threshold import LARGEST
 
-_FEDERATION = "cloister-federation-2"
-_TEXTS = ("name", "previous", "door", "authority", "fingerprint")
+_FEDERATION = "cloister-federation-3"
+_TEXTS = ("name", "previous", "door", "authority", "coordinator", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,30 @@ class Federation:
     """Where sites reach the coordinator, as HOST:PORT."""
     authority: bytes
     """Certificate of the coordinator's authority, DER."""
+    coordinator: bytes
+    """Ed25519 public key with which the coordinator signs its requests, 32 bytes."""
     revoked: tuple[bytes, ...]
     """Identity keys that no site may have again, sorted."""
     sites: tuple[Request, ...]
     """The approved requests, sorted by name."""
 
     @classmethod
-    def first(cls, name: str, door: str, authority: bytes, requests: Iterable[Request]) -> Federation:
+    def first(
+        cls, name: str, door: str, authority: bytes, coordinator: bytes, requests: Iterable[Request]
+    ) -> Federation:
         """The first version; without requests the version 0.
 
         Raises:
             RosterError: a value is not allowed, or two requests have the same name or the same key.
         """
         sites = _sorted(requests)
-        return cls(name, 1 if sites else 0, b"", door, authority, (), sites).verified()
+        return cls(name, 1 if sites else 0, b"", door, authority, coordinator, (), sites).verified()
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
         """SHA-256 over all of it, 32 bytes."""
         sites = tuple(site.packed for site in self.sites)
-        values = (self.name, self.version, self.previous, self.door, self.authority)
+        values = (self.name, self.version, self.previous, self.door, self.authority, self.coordinator)
         return hashlib.sha256(pack(_FEDERATION, *values, self.revoked, sites)).digest()
 
     @functools.cached_property
@@ -208,10 +212,10 @@ class Federation:
             raise RosterError(
                 "revoked keys", expected="those of the installed version, and keys that sites had in it"
             )
-        if self.authority != installed.authority:
-            raise RosterError(
-                "certificate authority", expected="that of the installed version", fix="ask the coordinator"
-            )
+        for what, field in (("certificate authority", "authority"), ("coordinator's key", "coordinator")):
+            if getattr(self, field) != getattr(installed, field):
+                expected = "that of the installed version"
+                raise RosterError(what, expected=expected, fix="ask the coordinator")
         return tuple(found)
 
     # The file.
@@ -225,6 +229,7 @@ class Federation:
             "previous": self.previous.hex(),
             "door": self.door,
             "authority": to_base64(self.authority),
+            "coordinator": to_base64(self.coordinator),
             "revoked": [to_base64(key) for key in self.revoked],
             "fingerprint": self.fingerprint.hex(),
         }
@@ -259,6 +264,7 @@ class Federation:
                 bytes.fromhex(tree["previous"]),
                 tree["door"],
                 from_base64(tree["authority"], "authority"),
+                from_base64(tree["coordinator"], "coordinator"),
                 tuple(from_base64(key, "revoked") for key in revoked),
                 requests,
             ).verified()
@@ -285,6 +291,7 @@ class Federation:
             )
         host_of(self.door)
         read_certificate(self.authority, "authority")
+        check_public(self.coordinator, "coordinator")
         least, most = (1, LARGEST) if self.version else (0, 0)
         if not least <= len(self.sites) <= most:
             fix = "" if self.sites else "approve a site first: cloister coordinator approve"

@@ -188,6 +188,19 @@ def _check_key(name: str, public: bytes, signature: bytes) -> None:
     Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(_CARD, name, public))
 
 
+def check_public(public: bytes, field: str) -> None:
+    """Check an Ed25519 public key.
+
+    Raises:
+        RosterError: it is none, or anybody can make signatures for it.
+    """
+    try:
+        _check_order(public)
+        Ed25519PublicKey.from_public_bytes(public)
+    except ValueError:
+        raise RosterError(field, public.hex(), expected="an Ed25519 public key of full order") from None
+
+
 def _check_order(public: bytes) -> None:
     """Refuse an Ed25519 key of low order, for which anybody can make signatures.
 

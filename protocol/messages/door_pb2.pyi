@@ -121,16 +121,18 @@ class Welcome(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., run: _Optional[str] = ..., seen: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Letter(_message.Message):
-    __slots__ = ("id", "frame", "vectors", "run")
+    __slots__ = ("id", "frame", "vectors", "run", "envelope")
     ID_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
     id: bytes
     frame: bytes
     vectors: _containers.RepeatedCompositeFieldContainer[Vector]
     run: str
-    def __init__(self, id: _Optional[bytes] = ..., frame: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[Vector, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
+    envelope: bytes
+    def __init__(self, id: _Optional[bytes] = ..., frame: _Optional[bytes] = ..., vectors: _Optional[_Iterable[_Union[Vector, _Mapping]]] = ..., run: _Optional[str] = ..., envelope: _Optional[bytes] = ...) -> None: ...
 
 class Vector(_message.Message):
     __slots__ = ("hash", "size")
@@ -219,16 +221,18 @@ class Begin(_message.Message):
     def __init__(self, run: _Optional[str] = ..., folder: _Optional[str] = ..., sites: _Optional[_Iterable[str]] = ..., most_bytes: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("sites", "request", "paths", "deadline_s")
+    __slots__ = ("sites", "request", "paths", "deadline_s", "envelopes")
     SITES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPES_FIELD_NUMBER: _ClassVar[int]
     sites: _containers.RepeatedScalarFieldContainer[str]
     request: Letter
     paths: _containers.RepeatedScalarFieldContainer[str]
     deadline_s: float
-    def __init__(self, sites: _Optional[_Iterable[str]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., paths: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    envelopes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, sites: _Optional[_Iterable[str]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., paths: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., envelopes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Of(_message.Message):
     __slots__ = ("site", "request")

@@ -28,7 +28,7 @@ from cloister.protocol.messages.door_pb2 import Part
 from cloister.protocol.messages.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
 
-VERSION = "cloister/door/1"
+VERSION = "cloister/door/2"
 """Sent in the first message of a session; it changes when door.proto does."""
 CHUNK = 2**18
 """Bytes of a vector in one message."""

@@ -302,7 +302,7 @@ class Door(Closing):
         asked = asked_in(ask, run.label)
         _log.info("run %s: %d sites are asked", run.label, len(ask.sites), extra={"run": run.label})
         waiting = {}
-        for name in ask.sites:
+        for name, envelope in zip(ask.sites, ask.envelopes, strict=True):
             site = self._sites[name]
             folder = run.folder / name / asked.id.hex()[:32]
             if site.taken not in (None, folder):
@@ -314,11 +314,11 @@ class Door(Closing):
                 if left is not None and known
                 else Arrivals(folder, run.most_bytes, self._coming)
             )
-            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes)
+            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes, envelope)
             if left is not None and left.reply is not None and known:
                 self._take(run, site, site.pending, left.reply)
             elif site.session is not None:
-                site.session.send(asked.letter)
+                site.session.send(site.pending.letter)
         run.timers.add(timer := asyncio.create_task(self._wait(run, waiting)))
         timer.add_done_callback(run.timers.discard)
 
@@ -473,7 +473,7 @@ class Door(Closing):
         label = self._run.label if self._run else ""
         session.tell(welcome=pb.Welcome(key=session.key, run=label, seen=pb.Head(**asdict(seen))))
         if site.pending is not None and site.pending.reply is None:
-            session.send(site.pending.asked.letter)
+            session.send(site.pending.letter)
         _log.info("%s is connected", site.name, extra={"site": site.name})
         self._seen()
         both = {

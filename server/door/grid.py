@@ -173,6 +173,7 @@ class DoorGrid(Carrier):
                     request=parcel.letter,
                     paths=parcel.paths,
                     deadline_s=group[0].metadata.ttl,
+                    envelopes=[_envelope(message) for message in group],
                 )
             )
         return ids
@@ -293,6 +294,12 @@ class DoorGrid(Carrier):
         for path in self._folder.iterdir() if self._folder.exists() else ():
             if str(path) not in kept:
                 path.unlink(missing_ok=True)
+
+
+def _envelope(message: Message) -> bytes:
+    signed = message.content.config_records["envelope"]["signed"]
+    assert isinstance(signed, bytes), "`GridChannel` makes it"
+    return signed
 
 
 def _reply(message: Message, answer: pb.Answer) -> Message:

@@ -28,7 +28,7 @@ class Asked:
 
     id: bytes
     letter: bytes
-    """The request as it is sent, each time."""
+    """The request as it is sent, without its envelope."""
     offered: dict[bytes, memoryview]
     """Its vectors, by hash."""
     deadline_s: float
@@ -44,6 +44,8 @@ class Pending:
     arrivals: Arrivals
     most_bytes: int
     """Of the vectors of the reply."""
+    envelope: bytes
+    """Of the request at this site."""
     until: float = 0.0
     """The deadline, but for transfers."""
     reply: pb.Letter | None = None
@@ -57,6 +59,12 @@ class Pending:
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.asked.deadline_s
+
+    @property
+    def letter(self) -> bytes:
+        """The request as it is sent, each time: protobuf joins what is serialized one after the other."""
+        envelope: bytes = pb.ToSite(request=pb.Letter(envelope=self.envelope)).SerializeToString()
+        return self.asked.letter + envelope
 
     def left_s(self) -> float:
         """Seconds until it is overdue.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from cloister.protocol.errors import SecureSumError
+from cloister.protocol.messages.envelope import Sender, body_of
 from cloister.protocol.messages.messages import Failed, Reply, Request
-from cloister.protocol.messages.wire import encode, view
+from cloister.protocol.messages.wire import Buffer, encode, view
 from cloister.server.door.carrier import Carrier, array_of
 from cloister.server.sum.channel import Failure, reply_in
 
 _GRACE_S = 60.0
 """Seconds by which a message's TTL exceeds its deadline on a grid that is not ours, so that the deadline ends first."""
+_GREETING_S = 120.0
+"""Seconds after which a node that has not told its site's name is asked again."""
 _POLL_S = 0.1
 """Seconds between two pulls from a grid that cannot wait."""
 
@@ -27,19 +32,21 @@ class GridChannel:
 
     Args:
         grid: Flower's grid.
-        names: By node, the name under which its site has proved itself to the grid; a reply under another one is a
-            failure. Of other nodes the messages themselves prove it.
+        sender: Signs each request for its site.
+        names: The names of sites by node; a node that has none yet is not asked. A reply under another name is a
+            failure.
     """
 
-    def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
+    def __init__(self, grid: Grid, sender: Sender, names: Mapping[int, str]) -> None:
         self._grid = grid
-        self._names = names or {}
-        self._records: dict[int, tuple[Request, ArrayRecord]] = {}
+        self._sender = sender
+        self._names = names
+        self._records: dict[int, _Encoded] = {}
         """Those of the newest push, by the identity of a request that lives."""
 
     def nodes(self) -> Sequence[int]:
         """Flower's node ids."""
-        return list(self._grid.get_node_ids())
+        return [node for node in self._grid.get_node_ids() if node in self._names]
 
     def ask(
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
@@ -52,13 +59,15 @@ class GridChannel:
         self, requests: Callable[[], Mapping[int, Request]], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
         """As `Streaming.stream`, otherwise as `ask`."""
-        waiting: dict[str, tuple[int, float]] = {}
+        waiting: dict[str, _Asked] = {}
         try:
             while True:
                 if batch := requests():
                     until = time.monotonic() + deadline_s
-                    ids = self._grid.push_messages(self._messages(batch, deadline_s, group))
-                    waiting |= {id: (node, until) for id, node in zip(ids, batch, strict=True)}
+                    signed = self._signed(batch)
+                    ids = self._grid.push_messages(self._messages(batch, signed, deadline_s, group))
+                    asked = (_Asked(node, signed[node], until) for node in batch)
+                    waiting |= dict(zip(ids, asked, strict=True))
                 if not waiting:
                     return
                 replies = list(self._grid.pull_messages(list(waiting)))
@@ -67,49 +76,125 @@ class GridChannel:
                         yield node, Failure(f"node {node}", f"timeout: no answer within {deadline_s:g} s")
                 while replies:  # each is dropped before the next: its vectors are mapped
                     message = replies.pop(0)
-                    asked = waiting.pop(message.metadata.reply_to_message_id, None)
-                    if asked is not None:
-                        yield asked[0], self._reply(asked[0], message)
+                    of = waiting.pop(message.metadata.reply_to_message_id, None)
+                    if of is not None:
+                        yield of.node, self._reply(of, message)
                     del message
         finally:
             self._records = {}
             if isinstance(self._grid, Carrier):
                 self._grid.cancel(list(waiting))
 
-    def _wait(self, waiting: dict[str, tuple[int, float]]) -> list[int]:
+    def _wait(self, waiting: dict[str, _Asked]) -> list[int]:
         """Wait for a reply; the nodes that are late, which are dropped, where the grid ends no request itself."""
         if isinstance(self._grid, Carrier):
             self._grid.wait()
             return []
-        late = {id: node for id, (node, until) in waiting.items() if time.monotonic() >= until}
+        late = {id: of.node for id, of in waiting.items() if time.monotonic() >= of.until}
         for id in late:
             del waiting[id]
         if not late:
             time.sleep(_POLL_S)  # Flower's own grids have no call that waits
         return list(late.values())
 
-    def _messages(self, requests: Mapping[int, Request], deadline_s: float, group: str) -> list[Message]:
-        ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)
+    def _signed(self, requests: Mapping[int, Request]) -> dict[int, bytes]:
+        """The envelope of each request; what several nodes get is encoded and hashed once."""
         live = {id(each): self._records[id(each)] for each in requests.values() if id(each) in self._records}
         views: dict[int, Array] = {}
+        for request in requests.values():
+            if id(request) not in live:
+                live[id(request)] = _encoded(request, views)
+        self._records = live
+        return {
+            node: self._sender.envelope(self._names[node], live[id(request)].body)
+            for node, request in requests.items()
+        }
+
+    def _messages(
+        self, requests: Mapping[int, Request], signed: Mapping[int, bytes], deadline_s: float, group: str
+    ) -> list[Message]:
+        ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)
         messages = []
         for node, request in requests.items():
-            if id(request) not in live:
-                live[id(request)] = request, _record(request, views)
-            content = RecordDict({"frames": live[id(request)][1]})
+            envelope = ConfigRecord({"signed": signed[node]})
+            content = RecordDict({"frames": self._records[id(request)].record, "envelope": envelope})
             messages.append(Message(content, node, "query", ttl=ttl, group_id=group))
-        self._records = live
         return messages
 
-    def _reply(self, node: int, message: Message) -> Reply | Failure:
+    def _reply(self, of: _Asked, message: Message) -> Reply | Failure:
+        node, name = of.node, self._names[of.node]
         if message.has_error():
             return Failure(f"node {node}", message.error.reason or "")
         frames = message.content.get("frames")
-        held = [frames[name].data for name in sorted(frames)] if isinstance(frames, ArrayRecord) else []
-        reply, name = reply_in(held, node), self._names.get(node)
-        if name is None or isinstance(reply, Failure | Failed) or reply.site == name:
+        held: Sequence[Buffer] = []
+        if isinstance(frames, ArrayRecord):
+            held = [frames[each].data for each in sorted(frames)]
+        try:
+            held = self._sender.opened(name, of.envelope, held)
+        except SecureSumError as error:
+            said = reply_in(
+                held, node
+            )  # not sealed, so nobody's: of a site that does not know the coordinator
+            why = f" (it says: {said.reason})" if isinstance(said, Failed) else ""
+            return Failure(f"node {node}", f"{error}{why}")
+        reply = reply_in(held, node)
+        if isinstance(reply, Failure | Failed) or reply.site == name:
             return reply
         return Failure(name, f"it answered under the name {reply.site!r}")
+
+
+class MeetingChannel(GridChannel):
+    """A channel over a grid that does not know whose its nodes are: each is asked for its site's name first.
+
+    What a node says is not proved: it decides only for whom a request to it is signed, and no other site serves that.
+
+    Args:
+        grid: Flower's grid.
+        sender: As for `GridChannel`.
+        sites: The sites of the run; nodes of others are not asked.
+    """
+
+    def __init__(self, grid: Grid, sender: Sender, sites: Collection[str]) -> None:
+        self._met: dict[int, str] = {}
+        super().__init__(grid, sender, self._met)
+        self._sites = sites
+        self._greeted: dict[int, float] = {}
+        """By node without a name, when it was asked last."""
+        self._unanswered: dict[str, int] = {}
+
+    def nodes(self) -> Sequence[int]:
+        """The nodes of sites that have told their names."""
+        self.meet(0, 0)
+        return super().nodes()
+
+    def meet(self, sites: int, timeout_s: float) -> int:
+        """Wait until so many sites have told their names; returns how many have, also when the time is over."""
+        until = time.monotonic() + timeout_s
+        while True:
+            self._greet()
+            for message in self._grid.pull_messages(list(self._unanswered)):
+                node = self._unanswered.pop(message.metadata.reply_to_message_id)
+                record = None if message.has_error() else message.content.get("hello")
+                name = record.get("site") if isinstance(record, ConfigRecord) else None
+                if isinstance(name, str) and name in self._sites:
+                    self._met[node] = name
+            met = len(set(self._met.values()))
+            if met >= sites or time.monotonic() >= until:
+                return met
+            time.sleep(_POLL_S)
+
+    def _greet(self) -> None:
+        now = time.monotonic()
+        nodes = [
+            node
+            for node in self._grid.get_node_ids()
+            if node not in self._met and now - self._greeted.get(node, -_GREETING_S) >= _GREETING_S
+        ]
+        hello = RecordDict({"hello": ConfigRecord()})
+        messages = [Message(hello, node, "query", ttl=_GREETING_S, group_id="hello") for node in nodes]
+        if messages:
+            self._unanswered |= dict(zip(self._grid.push_messages(messages), nodes, strict=True))
+            self._greeted |= dict.fromkeys(nodes, now)
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
@@ -119,14 +204,34 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-def _record(request: Request, known: dict[int, Array]) -> ArrayRecord:
-    """The frames of a request, as arrays; `known` caches those of vectors that requests share, by identity."""
-    record = ArrayRecord()
-    for number, frame in enumerate(encode(request)):
+@dataclass(frozen=True)
+class _Asked:
+    """A request that waits for its reply."""
+
+    node: int
+    envelope: bytes
+    until: float
+    """Its deadline, on the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A request as it is sent, to each node that gets it."""
+
+    request: Request
+    record: ArrayRecord
+    body: bytes
+    """What its envelopes have of it."""
+
+
+def _encoded(request: Request, known: dict[int, Array]) -> _Encoded:
+    """A request with its frames as arrays; `known` caches those of vectors that requests share, by identity."""
+    record, frames = ArrayRecord(), encode(request)
+    for number, frame in enumerate(frames):
         array = known.get(id(frame))
         if array is None:
             array = array_of(view(frame))
             if number:
                 known[id(frame)] = array
         record[f"{number:04d}"] = array
-    return record
+    return _Encoded(request, record, body_of(frames))

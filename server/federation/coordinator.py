@@ -40,7 +40,7 @@ from cloister.server.federation.control import Answer, Control
 from cloister.server.federation.deployment import Deployment, check_deployable, refusal_in
 from cloister.server.federation.metrics import Metrics, served
 from cloister.server.federation.registry import Registry
-from cloister.server.record.events import from_json
+from cloister.server.record.events import from_json, with_time
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.progress import Event, RoundDone
 
@@ -301,14 +301,12 @@ class Coordinator:
 
     def _keep(self, event: Event, line: bytes, file: IO[bytes], path: Path) -> None:
         """Keep an event in the run's folder, and tell those who follow."""
-        fields = json.loads(line)
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
         with on_disk(path):
-            file.write(json.dumps({"at": at} | fields).encode() + b"\n")
+            file.write(with_time(line))
             file.flush()
         self._metrics.take(event)
         with self._changed:
-            self._run.last[type(event).__name__] = fields
+            self._run.last[type(event).__name__] = json.loads(line)
             self._run.lines += 1
             self._changed.notify_all()
 

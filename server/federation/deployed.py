@@ -6,10 +6,17 @@ import logging
 import shutil
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from cloister.lm.model.model import count_parameters
 from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.roster import Roster
+from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
 from cloister.server.door.grid import Connected as Site
 from cloister.server.door.grid import DoorGrid, most_bytes_of
@@ -17,7 +24,7 @@ from cloister.server.federation.app import GridChannel
 from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
 from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFolder
-from cloister.server.record.history import identity, reached
+from cloister.server.record.history import identity, next_start, reached
 from cloister.server.record.journal import FINISHED
 from cloister.server.record.outcome import Outcome, finish, outcome
 from cloister.server.record.progress import Connected, Moved, Observer
@@ -32,14 +39,32 @@ _TOLD_S = 2.0
 """Seconds between two reports of the bytes that have moved."""
 
 
-def coordinate(folder: RunFolder, registry: Registry, far: socket.socket, observe: Observer) -> Outcome:
+@dataclass(frozen=True)
+class Begun:
+    """A deployed run, as its carrier sees it."""
+
+    folder: RunFolder
+    deployment: Deployment
+    federation: Federation
+    label: str
+    """Identity of the run."""
+    sender: Callable[[Roster | None], Sender]
+    """Makes the side that signs the run's requests; given the sites whose replies are sealed."""
+
+
+def coordinate(
+    folder: RunFolder,
+    registry: Registry,
+    observe: Observer,
+    carried: Callable[[Begun], AbstractContextManager[GridChannel]],
+) -> Outcome:
     """Run a folder's plan over the sites of a federation, from the beginning or from where an earlier process stopped.
 
     Args:
         folder: The run folder, with a `Deployment`.
         registry: The coordinator's folder of the federation.
-        far: The end of a pair of sockets of which the door serves the other.
         observe: Receives the run's events, in several threads.
+        carried: A context in which the run's messages are carried; it waits for the sites.
 
     Raises:
         CloisterError: the run stopped; it can be resumed.
@@ -51,32 +76,43 @@ def coordinate(folder: RunFolder, registry: Registry, far: socket.socket, observ
     if reached(folder, FINISHED):
         finish(folder, observe)
         return outcome(folder)
-    public = public_model(folder, observe)
+    key, public = registry.signing_key(), public_model(folder, observe)
     roster = federation.roster if plan.aggregation.secure else None
-    names = federation.roster.names
-    telling = Telling(names, observe)
-    with DoorGrid(
-        far,
-        identity(folder, roster),
-        folder.spool,
-        names,
-        most_bytes_of(plan, count_parameters(plan).trained),
-        telling.seen,
-    ) as grid:
-        _wait_for_sites(grid, plan, deployment)
-        done = run(
+    label = identity(folder, roster)
+    sender = partial(Sender, key, label, next_start(folder))
+    with carried(Begun(folder, deployment, federation, label, sender)) as channel:
+        return run(
             folder,
-            GridChannel(grid, dict(enumerate(names, 1))),
+            channel,
             observe,
             roster=roster,
             public=public,
             evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
             audit_log=AuditLog(registry.path / AUDIT_LOG),
         )
+
+
+@contextmanager
+def by_door(begun: Begun, far: socket.socket, observe: Observer) -> Iterator[GridChannel]:
+    """The messages of a run through the door.
+
+    Args:
+        begun: The run.
+        far: The end of a pair of sockets of which the door serves the other.
+        observe: Receives the events of connections.
+
+    Raises:
+        EngineError: the coordinator's process has ended.
+    """
+    folder, plan, names = begun.folder, begun.folder.plan, begun.federation.roster.names
+    telling = Telling(names, observe)
+    most_bytes = most_bytes_of(plan, count_parameters(plan).trained)
+    with DoorGrid(far, begun.label, folder.spool, names, most_bytes, telling.seen) as grid:
+        _wait_for_sites(grid, plan, begun.deployment)
+        yield GridChannel(grid, begun.sender(None), dict(enumerate(names, 1)))
         telling.moved(grid.connected())
         grid.close(over=True)
     shutil.rmtree(folder.spool, ignore_errors=True)
-    return done
 
 
 def _wait_for_sites(grid: DoorGrid, plan: Plan, deployment: Deployment) -> None:

@@ -6,6 +6,7 @@
 | `federation-0.toml` | the version without a site, with which the folder may begin |
 | `authority.key`, `authority.pem` | the certificate authority |
 | `door.key`, `door.pem` | key and certificate of the door, the server that sites connect to |
+| `coordinator.key` | the key that signs every request to a site |
 
 The folder is made whole or not at all. After that a version is published by one new file, which is never replaced, and
 a certificate is renewed by one file, under the same key: so a crash leaves nothing half-done.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import Certificate
 from pydantic import Field
@@ -42,10 +44,17 @@ from cloister.protocol.identity.certificates import (
 from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.roster import NAME, check_private
+from cloister.protocol.identity.roster import (
+    NAME,
+    check_private,
+    load_identity,
+    new_identity,
+    save_identity,
+)
 from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
 
+_SIGNING = "coordinator.key"
 _VERSION = re.compile(r"federation-(0|[1-9][0-9]*)\.toml")
 
 Name = Annotated[
@@ -117,8 +126,9 @@ class Registry:
         check_empty(path)
         keys = {name: new_key() for name in ("authority", "door")}
         authority = new_authority(keys["authority"], terms.name, now, terms.authority_days)
-        der = authority.public_bytes(Encoding.DER)
-        federation = Federation.first(terms.name, terms.door, der, requests)
+        der, signing = authority.public_bytes(Encoding.DER), new_identity()
+        coordinator = signing.public_key().public_bytes_raw()
+        federation = Federation.first(terms.name, terms.door, der, coordinator, requests)
 
         def fill(folder: Path) -> None:
             folder.chmod(0o700)
@@ -128,6 +138,7 @@ class Registry:
                 # not synced: the folder is, as a whole
                 write_new(folder / f"{name}.key", key_to_pem(keys[name]), durable=False)
                 (folder / f"{name}.pem").write_bytes(certificate_to_pem(certificate))
+            save_identity(signing, folder / _SIGNING, durable=False)
             _version_path(folder, federation.version).write_text(federation.to_toml(), encoding="utf-8")
 
         write_folder(path, fill, durable=durable)
@@ -241,6 +252,7 @@ class Registry:
                 str(self.path / "authority.pem"), expected="the authority that the federation's file names"
             )
         check_valid(authority, now, "certificate of the authority")
+        self.signing_key()
         for name in ("authority", "door"):
             certificate = self.certificate(name)
             path = str(self.path / f"{name}.pem")
@@ -251,6 +263,18 @@ class Registry:
             check_valid(
                 certificate, now, f"certificate of the {name}", fix=f"cloister coordinator renew {self.path}"
             )
+
+    def signing_key(self) -> Ed25519PrivateKey:
+        """The key that signs every request to a site.
+
+        Raises:
+            RosterError: its file is missing, can be read by others, or has another key than the federation names.
+        """
+        path = self.path / _SIGNING
+        key = load_identity(path)
+        if key.public_key().public_bytes_raw() != self.federation.coordinator:
+            raise RosterError(str(path), expected="the key that the federation's file names")
+        return key
 
     def certificate(self, name: str) -> Certificate:
         """The certificate of the `authority` or the `door`.

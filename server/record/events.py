@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, get_args
 
@@ -21,6 +22,12 @@ def to_json(event: Event) -> str:
     if isinstance(event, Started):
         fields["plan"] = json.loads(event.plan.to_json())
     return json.dumps({"event": name} | fields, default=dict)
+
+
+def with_time(line: str | bytes) -> bytes:
+    """The line of an event as it is kept in a run's folder, with the present time."""
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"at": at} | json.loads(line)).encode() + b"\n"
 
 
 def from_json(line: str | bytes) -> Event:

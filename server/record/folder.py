@@ -38,6 +38,8 @@ class SitesFolder:
 
     roster = _Inside("roster.toml")
     """The roster of all sites."""
+    coordinator = _Inside("coordinator.pem")
+    """The key that signs the run's requests."""
     public_records = _Inside("public.jsonl")
     """The records that no site has."""
     sequences = _Inside("sequences")

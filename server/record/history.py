@@ -143,6 +143,18 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     return str(created.detail["run"])
 
 
+def next_start(files: RunFiles) -> int:
+    """The number of this start of the coordinator in the run, from 1, durable before this returns.
+
+    The counters of its requests begin with it, so that no site takes one of them for an earlier request.
+    """
+    with Journal(files.journal) as journal:
+        last = journal.newest(steps.STARTED)
+        number = (last.detail["number"] if last else 0) + 1
+        journal.record(0, 0, steps.STARTED, {"number": number})
+    return int(number)
+
+
 def _check_nothing_lost(files: RunFiles) -> None:
     """Refuse an empty journal beside the checkpoints or metrics of finished rounds: it is not that run's journal.
 

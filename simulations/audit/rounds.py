@@ -19,7 +19,7 @@ import torch
 
 from cloister.aggregation.features.groups import median
 from cloister.aggregation.vector.rotation import Floats
-from cloister.clients.network.serve import serve
+from cloister.clients.network.serve import answered
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.site import Simulated, Site
 from cloister.lm.model.layout import Vector
@@ -114,7 +114,7 @@ class _InProcess:
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
         for node, request in requests.items():
-            frames = serve(partial(self._sites.__getitem__, node), encode(request), one_line)
+            frames = answered(partial(self._sites.__getitem__, node), encode(request), one_line)
             reply = reply_in(frames, node)
             if isinstance(reply, Joined):
                 self.told.add(("speed", reply.speed))

@@ -36,11 +36,12 @@ COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitli
 ACTIONS = [
     *(f"coordinator {action}" for action in ("create", "approve", "remove", "revoke", "renew", "show")),
     *(f"site {action}" for action in ("request", "install", "rotate")),
+    "flower bundle",
     "provision",
     "doctor",
 ]
 FILES = ["identity.pem", "site.toml", "policy.toml", "authority.key", "authority.pem", "door.key", "door.pem"]
-FILES += ["federation-1.toml"]
+FILES += ["coordinator.key", "federation-1.toml"]
 
 pytestmark = pytest.mark.usefixtures("unsynced")
 

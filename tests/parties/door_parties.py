@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from cloister.clients.network.door import DoorSite, Visitor
+from cloister.clients.network.guard import Guard
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
@@ -45,11 +46,12 @@ from cloister.protocol.identity.certificates import (
 )
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request as Enrolment
-from cloister.protocol.identity.roster import load_identity, load_roster, new_identity
+from cloister.protocol.identity.roster import Roster, load_identity, load_roster, new_identity
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.door_pb2 import FromSite, Hello, Proof, ToSite, Welcome
+from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.messages.messages import (
     TRAIN,
     Contribute,
@@ -65,9 +67,11 @@ from cloister.protocol.messages.transfer import VERSION
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFiles, RunFolder
+from cloister.server.record.history import identity, next_start
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure
+from cloister.tests.parties.envelopes import PUBLIC, guard_of, sender_of
 from cloister.tests.parties.federation import contribution_of, step_of
 from cloister.tests.tools.kills import die
 
@@ -113,7 +117,7 @@ def federation_of(
     """A federation of an authority; None: the tests' own."""
     today = _NOW.date()
     requests = [Enrolment.of(name, identity, "x", today) for name, identity in identities.items()]
-    return Federation.first("tests", f"{NAME}:9443", (authority or AUTHORITY).der, requests)
+    return Federation.first("tests", f"{NAME}:9443", (authority or AUTHORITY).der, PUBLIC, requests)
 
 
 def entrance_at(address: str) -> Entrance:
@@ -131,6 +135,7 @@ class AtDoor(Closing):
         most_bytes: As for `DoorGrid`.
         bind: Where its own door listens.
         run: Label of the run.
+        sender: Signs its requests; None: the coordinator of sites that a test makes up.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class AtDoor(Closing):
         most_bytes: int = 2**23,
         bind: str = "127.0.0.1:0",
         run: str = RUN,
+        sender: Sender | None = None,
     ) -> None:
         self._own = door is None
         federation = federation_of({name: identity_of(name) for name in names})
@@ -149,7 +155,7 @@ class AtDoor(Closing):
         near, far = socket.socketpair()
         self.door.serve(near)
         self.grid = DoorGrid(far, run, folder / "spool", names, most_bytes)
-        channel = GridChannel(self.grid, dict(enumerate(names, 1)))
+        channel = GridChannel(self.grid, sender or sender_of(RUN), dict(enumerate(names, 1)))
         self.nodes, self.ask, self.stream = channel.nodes, channel.ask, channel.stream
         self.connected, self.wait_for = self.grid.connected, self.grid.wait_for
         self.address = self.door.address
@@ -159,6 +165,11 @@ class AtDoor(Closing):
         self.grid.close(over=over)
         if self._own:
             self.door.close()
+
+
+def laid_out_sender(files: RunFiles, sites: Path, roster: Roster | None = None) -> Sender:
+    """The coordinator's side of a run of sites that a simulation has laid out; another start each time."""
+    return Sender(load_identity(sites / "coordinator.pem"), identity(files, roster), next_start(files))
 
 
 def open_channel(folder: Path, **options: Any) -> AtDoor:
@@ -191,6 +202,10 @@ class Answering:
         self.asked: list[Request] = []
         self.during: Callable[[Request], None] = lambda _request: None
         """Called while a request is handled."""
+
+    @property
+    def guard(self) -> Guard:
+        return guard_of(self.name)
 
     def answer(self, request: Request) -> Reply:
         self.asked.append(request)
@@ -435,6 +450,7 @@ class Mortal:
 
     def __init__(self, site: Site, moments: Collection[Moment], folder: Path) -> None:
         self.name = site.name
+        self.guard = site.guard
         self.refuse = site.refuse
         self._site = site
         self._moments = moments
@@ -590,9 +606,9 @@ class CoordinatorProcesses:
 class Watched:
     """A channel that notes what it is asked for, and is killed with its process when two sites have answered."""
 
-    def __init__(self, grid: DoorGrid, names: Sequence[str], moment: Moment | None, log: Path) -> None:
+    def __init__(self, grid: DoorGrid, channel: GridChannel, moment: Moment | None, log: Path) -> None:
         self._grid = grid
-        self._channel = GridChannel(grid, dict(enumerate(names, 1)))
+        self._channel = channel
         self._moment = moment
         self._log = log
 
@@ -622,7 +638,9 @@ def _coordinate(path: Path, sites: Path, far: socket.socket, moment: Moment | No
     with RunFolder.reopen(path) as folder:
         plan, roster = folder.plan, load_roster(sites / "roster.toml")
         most_bytes = most_bytes_of(plan, 10**5)
+        sender = laid_out_sender(folder, sites, roster)
         with DoorGrid(far, "run", path.with_name("spool"), roster.names, most_bytes) as grid:
             assert grid.wait_for(plan.cohort.sites, WAIT_S) == plan.cohort.sites
-            run(folder, Watched(grid, roster.names, moment, log), lambda _event: None, roster=roster)
+            channel = GridChannel(grid, sender, dict(enumerate(roster.names, 1)))
+            run(folder, Watched(grid, channel, moment, log), lambda _event: None, roster=roster)
             grid.close(over=True)

@@ -21,7 +21,7 @@ from cloister.aggregation.features.compression import Scales
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.consents import Consents
-from cloister.clients.network.serve import Served, serve
+from cloister.clients.network.serve import Served, answered
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Noise, Simulated, Site
@@ -186,7 +186,7 @@ class Loopback:
                 yield node, Failure(name, "it is down")
                 continue
             self.before(name, request)
-            frames = serve(self.sites[name], encode(request), self.explain)
+            frames = answered(self.sites[name], encode(request), self.explain)
             reply = reply_in(self.garble(name, step, frames), node)
             yield node, reply if isinstance(reply, Failure) else self.tamper(step, reply)
 

@@ -46,6 +46,7 @@ from cloister.tests.parties.door_parties import (
     SiteProcesses,
     connected,
     contribute,
+    laid_out_sender,
     open_channel,
 )
 from cloister.tests.parties.federation import TINY, Loopback, tiny, write_records
@@ -485,7 +486,14 @@ def test_a_site_that_is_killed_holds_no_round_at_the_door(tmp_path: Path) -> Non
     with (
         RunFolder.reopen(made.folder) as folder,
         Joinable(configs) as door,
-        AtDoor(tmp_path, door=door.door, names=door.names, most_bytes=most_bytes, run="run") as channel,
+        AtDoor(
+            tmp_path,
+            door=door.door,
+            names=door.names,
+            most_bytes=most_bytes,
+            run="run",
+            sender=laid_out_sender(folder, tmp_path / "made" / "sites"),
+        ) as channel,
     ):
 
         def observe(event: Event) -> None:

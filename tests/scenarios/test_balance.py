@@ -22,7 +22,7 @@ from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT
 from cloister.cli.main import main
-from cloister.clients.network.serve import serve
+from cloister.clients.network.serve import answered
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Site
 from cloister.clients.state.kept import run_folder
@@ -53,6 +53,7 @@ from cloister.server.sum.sum import sum_over
 from cloister.server.sum.wanted import Total, Wanted
 from cloister.simulations.faults import Faulty
 from cloister.tests.clients.test_site import Attack
+from cloister.tests.parties.envelopes import guard_of
 from cloister.tests.parties.federation import (
     RUN,
     TINY,
@@ -245,7 +246,7 @@ def clear(tmp_path_factory: pytest.TempPathFactory) -> Federation:
 
 def reason_of(site: Site, request: Request) -> str:
     """What the coordinator of a deployed site learns of a refusal."""
-    reply = decode_reply([bytes(frame) for frame in serve(lambda: site, encode(request))])
+    reply = decode_reply([bytes(frame) for frame in answered(lambda: site, encode(request))])
     assert isinstance(reply, Failed)
     return reply.reason
 
@@ -634,6 +635,8 @@ def test_a_simulated_site_reports_the_time_of_its_own_hardware(clear: Federation
         def answer(self, request: Request) -> Reply:
             assert isinstance(request, Contribute)
             return replace(contribution_of(request, self.name, np.zeros(1, np.uint32)), seconds=3.0)
+
+        guard = guard_of("site-000")
 
         def refuse(self, request: Request, error: Exception) -> Refused:
             raise AssertionError("it refuses nothing")

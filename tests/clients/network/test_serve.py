@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cloister.cli.show.display import describe
 from cloister.clients.app import client_app
-from cloister.clients.network.serve import Served, reticent, serve
+from cloister.clients.network.serve import Served, answered, reticent
 from cloister.protocol.encoding import pack, unpack
 from cloister.protocol.errors import (
     BudgetError,
@@ -58,6 +58,7 @@ from cloister.server.federation.app import GridChannel
 from cloister.server.record.progress import NotJoined
 from cloister.server.sum.channel import Failure, reply_in
 from cloister.server.sum.members import Members
+from cloister.tests.parties.envelopes import guard_of, sender_of
 from cloister.tests.parties.federation import RUN, SKELLAM, Federation, changed, contribution_of, tiny, whole
 
 SECRET = "patient 7 was seen in /data/ward-3"
@@ -69,6 +70,7 @@ class Acts:
     """A site that does what a test says."""
 
     name = "site-0"
+    guard = guard_of("site-0")
 
     def __init__(self, act: Callable[[Request], Reply]) -> None:
         self.act = act
@@ -99,7 +101,7 @@ def raises(error: BaseException) -> Served:
 
 
 def told(site: Served, request: Request = REQUEST) -> Reply:
-    return decode_reply(serve(lambda: site, encode(request)))
+    return decode_reply(answered(lambda: site, encode(request)))
 
 
 def everything(reply: Reply) -> bytes:
@@ -121,7 +123,7 @@ def test_an_error_of_a_site_tells_its_class_alone(kind: type[CloisterError]) -> 
     assert reply == Failed("site-0", f"{kind.__name__}: the reason is in the site's own log")
     assert "patient" not in everything(reply).decode(errors="replace")
     # Without the guard it would have left.
-    assert SECRET in str(decode_reply(serve(lambda: raises(error), encode(REQUEST), explain=str)))
+    assert SECRET in str(decode_reply(answered(lambda: raises(error), encode(REQUEST), explain=str)))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_site_that_cannot_be_opened_fails_without_a_name(error: Exception) -> 
     def find() -> Served:
         raise error
 
-    reply = decode_reply(serve(find, encode(REQUEST)))
+    reply = decode_reply(answered(find, encode(REQUEST)))
     assert reply == Failed("", f"{type(error).__name__}: the reason is in the site's own log")
 
 
@@ -191,7 +193,7 @@ def test_a_site_that_cannot_be_opened_fails_without_a_name(error: Exception) -> 
 def test_garbage_is_answered_by_a_failure_and_the_site_is_not_asked(frames: list[bytes]) -> None:
     asked: list[Request] = []
     site = Acts(lambda request: asked.append(request) or confirm(request))  # type: ignore[func-returns-value]  # append gives None
-    reply = decode_reply(serve(lambda: site, frames))
+    reply = decode_reply(answered(lambda: site, frames))
     assert isinstance(reply, Failed)
     assert reply.site == "site-0"
     assert reply.reason
@@ -201,9 +203,9 @@ def test_garbage_is_answered_by_a_failure_and_the_site_is_not_asked(frames: list
 def test_a_request_that_is_cut_or_has_frames_too_many_is_answered_by_a_failure() -> None:
     first = bytes(view(encode(REQUEST)[0]))
     for frames in ([first[:-1]], [first + b"0"], [first, b""], [], encode(confirm(REQUEST))):
-        reply = decode_reply(serve(lambda: Acts(confirm), frames))
+        reply = decode_reply(answered(lambda: Acts(confirm), frames))
         assert isinstance(reply, Failed)
-    assert decode_reply(serve(lambda: Acts(confirm), [first])) == confirm(REQUEST)
+    assert decode_reply(answered(lambda: Acts(confirm), [first])) == confirm(REQUEST)
 
 
 # A real site.
@@ -215,10 +217,10 @@ def test_an_error_tells_the_coordinator_nothing_of_a_sites_records(tmp_path: Pat
     nosy = changed(federation.plan, "data", format="messages", messages_field="text")
     request = encode(federation.join_request(nosy))
     site = federation.consenting(plan=nosy)
-    assert decode_reply(serve(lambda: site, request)) == Failed(
+    assert decode_reply(answered(lambda: site, request)) == Failed(
         "site-000", "DataError: the reason is in the site's own log"
     )
-    explained = decode_reply(serve(lambda: federation.consenting(1, plan=nosy), request, explain=str))
+    explained = decode_reply(answered(lambda: federation.consenting(1, plan=nosy), request, explain=str))
     assert isinstance(explained, Failed)
     assert "was seen on day" in explained.reason  # which shows what would have left
 
@@ -226,7 +228,7 @@ def test_an_error_tells_the_coordinator_nothing_of_a_sites_records(tmp_path: Pat
 def test_a_real_site_signs_its_refusal_to_join(tmp_path: Path) -> None:
     federation = Federation(tmp_path, tiny(*SKELLAM))
     site = federation.site(policy="most_rounds = 1\n")
-    reply = decode_reply(serve(lambda: site, encode(federation.join_request())))
+    reply = decode_reply(answered(lambda: site, encode(federation.join_request())))
     assert isinstance(reply, Refused)
     plan = bytes.fromhex(federation.plan.digest())
     verify_refusal(reply, federation.roster, run=RUN, plan=plan)
@@ -299,6 +301,7 @@ class Echo(Acts):
     def __init__(self, name: str) -> None:
         super().__init__(self.contribute)
         self.name = name
+        self.guard = guard_of(name)
         self.seen: list[Request] = []
 
     def contribute(self, request: Request) -> Reply:
@@ -323,9 +326,13 @@ def ask_of(node: int) -> Contribute:
     return Contribute(Instructions(SUM, bytes(32), (("a feature", b"told"),)), 1, inbox(node), MODEL)
 
 
+def channel_of(grid: Grid) -> GridChannel:
+    return GridChannel(grid, sender_of(RUN), {node: f"site-{node}" for node in grid.get_node_ids()})
+
+
 def ask(grid: Grid, deadline_s: float = 60) -> dict[int, Reply | Failure]:
     requests = {node: ask_of(node) for node in grid.get_node_ids()}
-    return dict(GridChannel(grid).ask(requests, deadline_s, group="1"))
+    return dict(channel_of(grid).ask(requests, deadline_s, group="1"))
 
 
 def test_requests_and_replies_survive_flowers_messages(grid: Wire) -> None:
@@ -459,7 +466,7 @@ def test_records_that_are_no_request_are_answered_by_a_failure(content: RecordDi
     assert isinstance(frames, ArrayRecord)
     failed = decode_reply([frames[name].data for name in sorted(frames)])
     assert isinstance(failed, Failed)
-    assert failed.site == "site-1"
+    assert failed.site == "", "it is told to nobody who has signed nothing"
     assert not site.seen
 
 
@@ -471,7 +478,7 @@ def test_a_node_that_answers_twice_or_unasked_is_heard_once() -> None:
 
     grid = Twice({node: Echo(f"site-{node}") for node in (1, 2)})
     request = Contribute(Instructions(SUM, bytes(32), (("a feature", b"told"),)), 1, None, MODEL)
-    answers = list(GridChannel(grid).ask({1: request, 2: request}, 60, group="1"))
+    answers = list(channel_of(grid).ask({1: request, 2: request}, 60, group="1"))
     assert [node for node, _ in answers] == [1, 2]
 
 
@@ -504,7 +511,7 @@ def of_old_sites(*nodes: int) -> Wire:
 
 
 def join(grid: Grid, heard: list[Failure]) -> Members:
-    return Members(GridChannel(grid), tiny("aggregation.secure=false"), RUN, heard.append)
+    return Members(channel_of(grid), tiny("aggregation.secure=false"), RUN, heard.append)
 
 
 def test_a_site_of_another_release_is_named_at_the_join_with_what_to_do() -> None:
@@ -525,7 +532,7 @@ def test_a_coordinator_of_another_release_hears_which_and_what_to_do(
     """It cannot read the reply either: its own error, with both versions, is the line that its people see."""
     site = Echo("site-1")
     request = Join(RUN, tiny().to_json(), bytes(32), b"", np.empty(0, np.float32))
-    answer = serve(lambda: site, released(encode(request), OLD))
+    answer = answered(lambda: site, released(encode(request), OLD))
     line = f"version of the message is {OLD!r}: expected {VERSION}; {FIX}"
     assert decode_reply(answer) == Failed("site-1", line)
     assert not site.seen

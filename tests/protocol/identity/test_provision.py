@@ -246,7 +246,7 @@ def test_approval_makes_one_file_for_all_sites(parties: Parties) -> None:
     assert stat.S_IMODE(parties.coordinator.stat().st_mode) == 0o700
     for key in parties.coordinator.glob("*.key"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    assert len(list(parties.coordinator.glob("*.key"))) == 2
+    assert len(list(parties.coordinator.glob("*.key"))) == 3
 
 
 def test_a_request_is_approved_only_by_its_fingerprint(
@@ -763,14 +763,18 @@ def test_a_key_that_the_old_one_did_not_sign_is_no_rotation(
         assert "not taken" in lone_refusal(parties.capsys, *parties.approving(told))
 
 
-def test_another_authority_is_refused(installed: tuple[Parties, dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "what"), [("authority", "certificate authority"), ("coordinator", "coordinator's key")]
+)
+def test_another_authority_or_coordinators_key_is_refused(
+    installed: tuple[Parties, dict[str, Any]], tmp_path: Path, field: str, what: str
+) -> None:
     parties, version = installed
     other = Parties(tmp_path / "other", parties.capsys)
-    authority = other.read(other.made()).authority
-    federation = parties.read(version)
-    lie = replace(federation, version=2, previous=federation.fingerprint, authority=authority)
+    federation, another = parties.read(version), getattr(other.read(other.made()), field)
+    lie = replace(federation, version=2, previous=federation.fingerprint, **{field: another})
     line = lone_refusal(parties.capsys, *parties.installing("a-hospital", parties.forged(lie)))
-    assert "certificate authority: expected that of the installed version" in line
+    assert f"{what}: expected that of the installed version" in line
 
 
 def test_a_revoked_key_never_comes_back(installed: tuple[Parties, dict[str, Any]]) -> None:
@@ -857,7 +861,9 @@ def test_no_secret_is_printed_or_sent(parties: Parties) -> None:
         _, out, err = ran(parties.capsys, *parties.installing(name, second))  # errors name the files
         printed += out + err
     secret = [path for path in parties.path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
-    assert len(secret) == len(NAMES) + 1 + 2, "one of each site, one of the rotation, two of the coordinator"
+    assert len(secret) == len(NAMES) + 1 + 3, (
+        "one of each site, one of the rotation, three of the coordinator"
+    )
     public = [path for path in parties.path.rglob("*") if path.is_file() and path not in secret]
     everything = printed.encode() + b"".join(path.read_bytes() for path in public)
     for path in secret:

@@ -22,7 +22,7 @@ from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.span import manifest_of
 from cloister.cli.main import main
 from cloister.clients.consent.spending import Spending
-from cloister.clients.network.serve import serve
+from cloister.clients.network.serve import answered
 from cloister.clients.site import Site
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.kept import Written
@@ -147,7 +147,7 @@ class Sites:
 
     def trained(self, site: Site) -> Prepared:
         """The sequences of a site that has made its first contribution, to a sum in clear."""
-        reply = decode_reply(serve(lambda: site, encode(self.federation.request())))
+        reply = decode_reply(answered(lambda: site, encode(self.federation.request())))
         assert isinstance(reply, Contribution), reply
         (made,) = (site.config.folder / "data").glob("tokens-*")
         return load_prepared(made)
@@ -155,7 +155,7 @@ class Sites:
 
 def everything(site: Site, request: Request) -> bytes:
     """All that leaves."""
-    return b"".join(bytes(view(frame)) for frame in serve(lambda: site, encode(request)))
+    return b"".join(bytes(view(frame)) for frame in answered(lambda: site, encode(request)))
 
 
 def lines(path: Path, content: Iterable[str | bytes]) -> Path:
@@ -330,7 +330,7 @@ def test_data_is_read_after_the_charge(
     sites.join(poor)
     monkeypatch.setattr(Spending, "pay", refuse)
     with opened.during() as paths:
-        assert isinstance(decode_reply(serve(lambda: poor, encode(sites.federation.request()))), Failed)
+        assert isinstance(decode_reply(answered(lambda: poor, encode(sites.federation.request()))), Failed)
     assert str(data) not in paths
 
 

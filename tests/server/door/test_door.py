@@ -38,6 +38,7 @@ from cloister.tests.parties.door_parties import (
     join_request,
     open_channel,
 )
+from cloister.tests.parties.envelopes import sender_of
 
 MODEL = np.arange(5 * CHUNK // 4, dtype=np.float32)  # five chunks
 
@@ -237,9 +238,8 @@ def test_a_run_that_starts_again_gets_what_was_taken_without_a_second_upload(tmp
 def test_a_reply_that_was_not_taken_outlives_the_run(tmp_path: Path) -> None:
     site = Answering(vector=random_vector(4))
     with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
-        requests = channel.grid.push_messages(
-            GridChannel(channel.grid)._messages({1: contribute(MODEL)}, WAIT_S, "1")
-        )
+        asking, wanted = GridChannel(channel.grid, sender_of(RUN), {1: "site-1"}), {1: contribute(MODEL)}
+        requests = channel.grid.push_messages(asking._messages(wanted, asking._signed(wanted), WAIT_S, "1"))
         assert channel.grid.wait(WAIT_S)
         while not channel.grid._answers:
             assert channel.grid.wait(WAIT_S)

@@ -14,7 +14,7 @@ from cloister.protocol.messages.messages import EVALUATE, TRAIN
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load
 from cloister.server.door.grid import most_bytes_of
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import FINISHED, Journal
 from cloister.server.record.progress import Event, RoundStarted
@@ -29,6 +29,7 @@ from cloister.tests.parties.door_parties import (
     Joinable,
     Moment,
     SiteProcesses,
+    laid_out_sender,
 )
 from cloister.tests.parties.federation import tiny, write_records
 from cloister.tests.scenarios.test_compressed_run import FOUR_ROUNDS, Run, final
@@ -59,7 +60,15 @@ class Federation:
     def channel(self, door: Joinable) -> AtDoor:
         """The run behind a door."""
         most_bytes = most_bytes_of(self.plan, 10**5)
-        return AtDoor(self.run.parent, door=door.door, names=door.names, most_bytes=most_bytes, run="run")
+        sender = laid_out_sender(RunFiles(self.run), self.sites, self.roster)
+        return AtDoor(
+            self.run.parent,
+            door=door.door,
+            names=door.names,
+            most_bytes=most_bytes,
+            run="run",
+            sender=sender,
+        )
 
     def assert_undisturbed(self, params_sha256: str) -> None:
         """The run ended as if nothing had happened: each round in its first attempt, each update trained once."""

@@ -55,6 +55,7 @@ from cloister.tests.parties.door_parties import (
     identity_of,
     join_request,
 )
+from cloister.tests.parties.envelopes import PUBLIC
 from cloister.tests.server.door.test_door import ask, memory
 from cloister.tests.tools.raises import raises
 
@@ -76,7 +77,7 @@ class Open:
     """
 
     def __init__(self, authority: Authority = AUTHORITY, bind: str = "127.0.0.1:0") -> None:
-        self.newest = Federation.first("tests", "coordinator.example:9443", authority.der, [])
+        self.newest = Federation.first("tests", "coordinator.example:9443", authority.der, PUBLIC, [])
         certificate = CERTIFICATE if authority is AUTHORITY else authority.server()
         self.door = Door(lambda: certificate, lambda: self.newest, bind)
         self.address = f"127.0.0.1:{self.door.address.rpartition(':')[2]}"

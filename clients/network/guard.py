@@ -1,0 +1,95 @@
+"""A site's guard: which requests are the coordinator's own, and none of them older than one that was served."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from cloister.clients.state.kept import run_folder
+from cloister.protocol.errors import SignatureError, StaleError
+from cloister.protocol.machine.storage import on_disk
+from cloister.protocol.messages.envelope import Envelope, seal, verified
+from cloister.protocol.messages.wire import Buffer
+
+_SERVED = "served"
+"""The file, in a run's folder, of the highest counter and the hash of its envelope."""
+_MARK = struct.Struct(">Q32s")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Of one site."""
+
+    site: str
+    """Its name."""
+    coordinator: str
+    """The coordinator's public key, in hex; empty: no request is served."""
+    state: Path
+    """The site's state folder."""
+    identity: Callable[[str], Ed25519PrivateKey] = field(repr=False)
+    """Reads the site's identity key in a run."""
+
+    def admit(self, data: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Envelope:
+        """Check a request's envelope, before anything of the request is decoded, and mark it as served.
+
+        A run that the site has not joined has no folder, and nothing is marked: a join changes nothing twice.
+
+        Args:
+            data: The envelope.
+            frames: The request.
+            sealed: Refuse a request whose reply would not be sealed.
+
+        Raises:
+            EncodingError, SignatureError, MemberError: as `verified`.
+            SignatureError: the reply would not be sealed.
+            StaleError: the site has served a later request of the run, or another one with the same counter.
+            StorageError: the disk refuses.
+        """
+        envelope = verified(data, bytes.fromhex(self.coordinator), self.site, frames)
+        if sealed and not envelope.reply_key:
+            raise SignatureError("key of the reply", expected="one, because others carry the reply")
+        folder = run_folder(self.state, envelope.run)
+        if folder.exists():
+            _advance(folder / _SERVED, envelope.counter, hashlib.sha256(data).digest())
+        return envelope
+
+    def sealed(self, envelope: Envelope, data: bytes, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """The frames of a reply as they leave: sealed, if the envelope wants it."""
+        if not envelope.reply_key:
+            return frames
+        return seal(self.identity(envelope.run), envelope.reply_key, data, frames)
+
+
+def _advance(path: Path, counter: int, digest: bytes) -> None:
+    """Mark a request as served.
+
+    The 40 bytes are written in place and not synced: they are whole after the end of any process. After a power cut
+    they may be older. What must not happen twice has marks of its own that are synced: the secure sum's, the charges.
+
+    Raises:
+        StaleError: a later request was served, or another one with the same counter.
+        StorageError: the disk refuses.
+    """
+    with on_disk(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held = os.pread(file, _MARK.size, 0)
+            highest, known = _MARK.unpack(held) if len(held) == _MARK.size else (0, b"")
+            if counter < highest or (counter == highest and digest != known):
+                raise StaleError(
+                    "counter of the request",
+                    counter,
+                    expected=f"more than {highest}, which this site has served, or the same request again",
+                    fix="if the coordinator's run folder was restored from a backup, start a new run",
+                )
+            os.pwrite(file, _MARK.pack(counter, digest), 0)
+        finally:
+            os.close(file)
