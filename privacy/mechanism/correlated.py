@@ -42,13 +42,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.privacy.mechanism.clip import Update
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import AccountingError
 from cloister.protocol.messages.blocks import cut
@@ -178,30 +179,30 @@ class CorrelatedNoise:
         """The noise of round `number`, from 1."""
         return CorrelatedRow(self, number)
 
-    def add(self, vector: Update, sigma: float, number: int) -> None:
-        """Add `sigma` times row `number` of C^-1 Z, for Z of variance 1, to `vector` in place.
-
-        The sum is taken in float64 and rounded once to the type of `vector`.
+    def blocks(self, sigma: float, number: int) -> Iterator[tuple[int, Coefficients]]:
+        """`sigma` times row `number` of C^-1 Z, for Z of variance 1, to be read to its end.
 
         Args:
-            vector: Shape (d,), float32.
             sigma: Positive.
             number: The round, from 1.
 
+        Returns:
+            The blocks of the row, each with the element where it starts, float64.
+
         Raises:
-            ValueError: the vector has another length, or there is no such round.
+            ValueError: there is no such round.
         """
-        if vector.shape != self._buffers.shape[1:] or number < 1:
-            raise ValueError(
-                f"row {number} for {vector.shape}: expected round 1 or later and {self._buffers.shape[1:]}"
-            )
+        if number < 1:
+            raise ValueError(f"row {number}: expected round 1 or later")
         if number < self._next:
             self._buffers[:] = 0
             self._next = 1
-        while self._next <= number:
-            self._advance(vector if self._next == number else None, sigma)
+        while self._next < number:
+            deque(self._advance(), maxlen=0)
+        for begin, row in self._advance():
+            yield begin, sigma * row
 
-    def _advance(self, vector: Update | None, sigma: float) -> None:
+    def _advance(self) -> Iterator[tuple[int, Coefficients]]:
         # C W = Z, solved row by row: w_t = z_t - sum_j omega_j S_j, S_j = sum over s < t of theta_j^(t-1-s) w_s.
         stream = self._stream.child(f"round-{self._next}")
         for begin, end, _, _ in cut(0, self._buffers.shape[1]):
@@ -210,9 +211,7 @@ class CorrelatedNoise:
             row -= self._scale @ buffers
             buffers *= self._decay
             buffers += row
-            if vector is not None:
-                part = vector[begin:end]
-                np.add(part, sigma * row, out=part, dtype=np.float64, casting="same_kind")
+            yield begin, row
         self._next += 1
 
 
@@ -224,9 +223,9 @@ class CorrelatedRow:
     number: int
     """The round, from 1."""
 
-    def add_to(self, vector: Update, sigma: float) -> None:
-        """As `CorrelatedNoise.add`, for this round."""
-        self.noise.add(vector, sigma, self.number)
+    def blocks(self, sigma: float) -> Iterator[tuple[int, Coefficients]]:
+        """As `CorrelatedNoise.blocks`, for this round."""
+        return self.noise.blocks(sigma, self.number)
 
 
 # Optimisation. The rates -log theta and -log theta' interlace if their gaps are positive, so the logarithms of the gaps

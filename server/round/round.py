@@ -129,7 +129,7 @@ def _done(
     party, features, means = context.party, context.party.features, []
     seen, totals = [summed for summed, _ in sums], [total for _, total in sums]
     for summed, total in sums:
-        means.append(features.decode(summed, total.opened.mean))
+        means.append(features.decode(summed, total.opened))
         context.released(summed.group, means[-1], total.sites)
     mean = features.combine(means)
     norm = float(np.linalg.norm(mean))
