@@ -197,6 +197,7 @@ class Coordinated:
     def decode(self, summed: Summed, opened: Opened) -> Floats:
         """7, end. The mean of a sum as it is released, (d,) float32, in the memory of what was opened."""
         for half in self._halves.values():
+            assert opened.total is not None, "noise is added before the mean is read"
             half.protect(summed, opened.total)
         mean = opened.mean
         return _first((half.decode(summed, mean) for half in self._halves.values()), mean)

@@ -230,17 +230,14 @@ class SumLayout:
             raise UpdateError("number of updates", 0, expected="at least one contribution")
         values = self.size + self.extra
         counters = self.counted(total[values:], sites)
-        if not values:
-            return Opened(total[:0], counters, decode=lambda _total: np.empty(0, np.float32))
+        return Opened(total[:values], counters, partial(self._decode, counters=counters, bounds=bounds))
+
+    def _decode(self, total: RingVector, counters: Mapping[str, int], bounds: Floats | None) -> Floats:
+        """The mean, block by block, in the sum's own memory where a ring integer is as wide as a float."""
         factor = self.heaviest / counters[WEIGHT]
         if self.blocks is not None:
             assert bounds is not None, "a compressed sum has a bound for each block"
-            blocks = self.blocks
-            return Opened(total[:values], counters, decode=lambda total: blocks.decode(total, bounds, factor))
-        return Opened(total[:values], counters, decode=partial(self._decode, factor=factor))
-
-    def _decode(self, total: RingVector, factor: float) -> Floats:
-        """The mean, block by block, in the sum's own memory where a ring integer is as wide as a float."""
+            return self.blocks.decode(total, bounds, factor)
         mean = total.view(np.float32) if total.itemsize == 4 else np.empty(total.size, np.float32)
         for begin, end, _, _ in cut(0, total.size):
             block = self.ring.decode(total[begin:end])
@@ -249,12 +246,12 @@ class SumLayout:
         return mean
 
 
-@dataclass(frozen=True)
+@dataclass
 class Opened:
     """A sum whose counters are decoded, and whose values are when the mean is read."""
 
-    total: RingVector
-    """(values + extra,) ring integers; noise is added to them before the mean is read, which overwrites them."""
+    total: RingVector | None
+    """(values + extra,) ring integers, to which noise may be added; None: the mean was read, in their memory."""
     counters: dict[str, int]
     """Exact totals."""
     decode: Callable[[RingVector], Floats]
@@ -265,7 +262,9 @@ class Opened:
     @cached_property
     def mean(self) -> Floats:
         """(values + extra,) weighted mean of the updates, and of the extra values."""
-        return self.decode(self.total)
+        assert self.total is not None, "the mean is not read yet"
+        total, self.total = self.total, None
+        return self.decode(total)
 
 
 class PlainSum:

@@ -42,15 +42,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.privacy.mechanism.noise import NoiseStream, add_steps
 from cloister.protocol.errors import AccountingError
 from cloister.protocol.messages.blocks import cut
 
@@ -179,30 +177,28 @@ class CorrelatedNoise:
         """The noise of round `number`, from 1."""
         return CorrelatedRow(self, number)
 
-    def blocks(self, sigma: float, number: int) -> Iterator[tuple[int, Coefficients]]:
-        """`sigma` times row `number` of C^-1 Z, for Z of variance 1, to be read to its end.
+    def add(self, total: npt.NDArray[np.integer[Any]], sigma: float, number: int) -> None:
+        """Add `sigma` times row `number` of C^-1 Z, for Z of variance 1, to ring integers in place, in whole steps.
 
         Args:
-            sigma: Positive.
+            total: Shape (d,), integers modulo 2^b.
+            sigma: Positive, in steps.
             number: The round, from 1.
 
-        Returns:
-            The blocks of the row, each with the element where it starts, float64.
-
         Raises:
-            ValueError: there is no such round.
+            ValueError: the vector has another length, or there is no such round.
         """
-        if number < 1:
-            raise ValueError(f"row {number}: expected round 1 or later")
+        if total.shape != self._buffers.shape[1:] or number < 1:
+            raise ValueError(
+                f"row {number} for {total.shape}: expected round 1 or later and {self._buffers.shape[1:]}"
+            )
         if number < self._next:
             self._buffers[:] = 0
             self._next = 1
-        while self._next < number:
-            deque(self._advance(), maxlen=0)
-        for begin, row in self._advance():
-            yield begin, sigma * row
+        while self._next <= number:
+            self._advance(total if self._next == number else None, sigma)
 
-    def _advance(self) -> Iterator[tuple[int, Coefficients]]:
+    def _advance(self, total: npt.NDArray[np.integer[Any]] | None, sigma: float) -> None:
         # C W = Z, solved row by row: w_t = z_t - sum_j omega_j S_j, S_j = sum over s < t of theta_j^(t-1-s) w_s.
         stream = self._stream.child(f"round-{self._next}")
         for begin, end, _, _ in cut(0, self._buffers.shape[1]):
@@ -211,7 +207,8 @@ class CorrelatedNoise:
             row -= self._scale @ buffers
             buffers *= self._decay
             buffers += row
-            yield begin, row
+            if total is not None:
+                add_steps(total[begin:end], sigma * row)
         self._next += 1
 
 
@@ -223,9 +220,9 @@ class CorrelatedRow:
     number: int
     """The round, from 1."""
 
-    def blocks(self, sigma: float) -> Iterator[tuple[int, Coefficients]]:
-        """As `CorrelatedNoise.blocks`, for this round."""
-        return self.noise.blocks(sigma, self.number)
+    def add_to(self, total: npt.NDArray[np.integer[Any]], sigma: float) -> None:
+        """As `CorrelatedNoise.add`, for this round."""
+        self.noise.add(total, sigma, self.number)
 
 
 # Optimisation. The rates -log theta and -log theta' interlace if their gaps are positive, so the logarithms of the gaps
