@@ -284,6 +284,13 @@ class AtCoordinator:
     def recall(self, noted: Any) -> None:
         """Take what `timed` returned, in this process or an earlier one."""
 
+    def protect(self, summed: Summed, total: RingVector) -> None:
+        """7, end. Add a trusted coordinator's noise to the ring integers of an opened sum, in place.
+
+        Before they are read as signed numbers: a sum that a lying site moves across the edge of the ring is then no
+        more than a sum that something public was added to.
+        """
+
     def decode(self, summed: Summed, mean: Floats) -> Floats | None:
         """7, end. The mean of a sum as it is released, (d,) float32; None: as without this feature.
 

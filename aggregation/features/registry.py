@@ -31,7 +31,7 @@ from cloister.aggregation.features.feature import (
     Secrets,
     Summed,
 )
-from cloister.aggregation.vector.average import SumLayout
+from cloister.aggregation.vector.average import Opened, SumLayout
 from cloister.aggregation.vector.rotation import Floats
 from cloister.protocol.errors import RunFolderError, UpdateError
 from cloister.protocol.figure import Figure
@@ -194,8 +194,12 @@ class Coordinated:
         for name, each in noted.items():
             self._halves[name].recall(each)
 
-    def decode(self, summed: Summed, mean: Floats) -> Floats:
-        """7, end. The mean of a sum as it is released, (d,) float32; `mean` is what was opened, and overwritten."""
+    def decode(self, summed: Summed, opened: Opened) -> Floats:
+        """7, end. The mean of a sum as it is released, (d,) float32, in the memory of what was opened."""
+        for half in self._halves.values():
+            assert opened.total is not None, "noise is added before the mean is read"
+            half.protect(summed, opened.total)
+        mean = opened.mean
         return _first((half.decode(summed, mean) for half in self._halves.values()), mean)
 
     def combine(self, means: Sequence[Floats]) -> Floats:

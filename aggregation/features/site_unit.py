@@ -2,7 +2,7 @@
 
 The mechanism is `privacy/mechanism/site_noise.py`; here it is put into a sum. All sites of a sum are told the clipping
 norm C of the round. A site's code is the mechanism's: it clips, rounds and, if no coordinator is trusted, adds noise.
-The coordinator decodes each sum, adds the noise that it is trusted with, and moves C by the noised count.
+The coordinator adds the noise that it is trusted with to each sum, decodes it, and moves C by the noised count.
 
 Noise of a trusted coordinator is a function of the run's key, the round and, unless it is correlated, of the sum
 (`of_sum`): a sum that is opened again gets the same noise. Each group of a round has noise for itself, so a site, which
@@ -136,17 +136,24 @@ class _AtCoordinator(AtCoordinator):
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
         return told_clip(self._clip)
 
-    def decode(self, summed: Summed, mean: Floats) -> Floats:
-        noise, sites, whole = self._noise(summed.round), summed.counters[WEIGHT], self._mechanism
-        mechanism = whole.on(mean.size - (whole.size - whole.dimension))
+    def protect(self, summed: Summed, total: RingVector) -> None:
+        noise = self._noise(summed.round)
         if isinstance(noise, NoiseStream):
             if self.plan.aggregation.groups > 1:
                 noise = noise.child(f"group {summed.group}")
             if not self._mechanism.variance:
-                noise = of_sum(noise, mean, self._clip, sites, summed.names)
-        mean, clip = mechanism.decode(mean, sites, self._clip, noise)
+                noise = of_sum(noise, total, self._clip, summed.names)
+        self._on(total.size).add_noise(total, noise)
+
+    def decode(self, summed: Summed, mean: Floats) -> Floats:
+        mean, clip = self._on(mean.size).decode(mean, summed.counters[WEIGHT], self._clip)
         self._next.append(clip)
         return mean
+
+    def _on(self, size: int) -> SiteMechanism:
+        """The mechanism for a sum of as many values."""
+        whole = self._mechanism
+        return whole.on(size - (whole.size - whole.dimension))
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
         # Whatever a gate says of the mean: the count was released, and C of the next round follows from it.
@@ -172,19 +179,18 @@ def clip_in(told: bytes) -> float:
     return float(_FLOAT.unpack(told)[0]) if len(told) == _FLOAT.size else math.nan
 
 
-def of_sum(stream: NoiseStream, mean: Floats, clip: float, sites: int, names: Sequence[str]) -> NoiseStream:
+def of_sum(stream: NoiseStream, total: RingVector, clip: float, names: Sequence[str]) -> NoiseStream:
     """The stream of one opened sum; a declared one is the same for all sums, because others know it anyway.
 
     Args:
         stream: That of the round, or of one group of it.
-        mean: The sum as it was decoded, without noise.
+        total: The sum as it was opened, without noise.
         clip: Clipping norm of the round.
-        sites: What the sum was divided by.
         names: The sites in it.
     """
     if stream.declared:
         return stream
-    return stream.child(f"{clip.hex()}/{sites}/{'/'.join(names)}/{vector_hash(mean).hex()}")
+    return stream.child(f"{clip.hex()}/{'/'.join(names)}/{vector_hash(total).hex()}")
 
 
 FEATURE = Feature(

@@ -29,8 +29,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter as Counters
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -215,10 +216,10 @@ class SumLayout:
                     raise UpdateError(f"steps of {what}", furthest, expected=expected)
 
     def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
-        """Decode a finished sum, block by block, into its own memory where a ring integer is as wide as a float.
+        """Check a finished sum, which is decoded when its mean is asked for.
 
         Args:
-            total: (length,) ring integers; overwritten.
+            total: (length,) ring integers; overwritten then.
             sites: The number of vectors in the sum.
             bounds: With `blocks`, the bound of each block.
 
@@ -229,30 +230,41 @@ class SumLayout:
             raise UpdateError("number of updates", 0, expected="at least one contribution")
         values = self.size + self.extra
         counters = self.counted(total[values:], sites)
-        if not values:
-            return Opened(np.empty(0, dtype=np.float32), counters)
+        return Opened(total[:values], counters, partial(self._decode, counters=counters, bounds=bounds))
+
+    def _decode(self, total: RingVector, counters: Mapping[str, int], bounds: Floats | None) -> Floats:
+        """The mean, block by block, in the sum's own memory where a ring integer is as wide as a float."""
+        factor = self.heaviest / counters[WEIGHT]
         if self.blocks is not None:
             assert bounds is not None, "a compressed sum has a bound for each block"
-            factor = self.heaviest / counters[WEIGHT]
-            return Opened(self.blocks.decode(total[:values], bounds, factor), counters)
-        mean = total[:values].view(np.float32) if total.itemsize == 4 else np.empty(values, np.float32)
-        for begin, end, _, _ in cut(0, values):
+            return self.blocks.decode(total, bounds, factor)
+        mean = total.view(np.float32) if total.itemsize == 4 else np.empty(total.size, np.float32)
+        for begin, end, _, _ in cut(0, total.size):
             block = self.ring.decode(total[begin:end])
-            block *= self.heaviest / counters[WEIGHT]
+            block *= factor
             mean[begin:end] = block
-        return Opened(mean, counters)
+        return mean
 
 
-@dataclass(frozen=True)
+@dataclass
 class Opened:
-    """A decoded sum."""
+    """A sum whose counters are decoded, and whose values are when the mean is read."""
 
-    mean: npt.NDArray[np.float32]
-    """(values + extra,) weighted mean of the updates, and of the extra values."""
+    total: RingVector | None
+    """(values + extra,) ring integers, to which noise may be added; None: the mean was read, in their memory."""
     counters: dict[str, int]
     """Exact totals."""
+    decode: Callable[[RingVector], Floats]
+    """Makes the mean of `total`."""
     rounds: tuple[int, ...] = ()
     """The rounds whose models the updates in a buffer are of; empty: that of the sum alone."""
+
+    @cached_property
+    def mean(self) -> Floats:
+        """(values + extra,) weighted mean of the updates, and of the extra values."""
+        assert self.total is not None, "the mean is not read yet"
+        total, self.total = self.total, None
+        return self.decode(total)
 
 
 class PlainSum:
@@ -367,7 +379,8 @@ class BufferedSum:
             counters.update(opened.counters)
             weight = opened.counters[WEIGHT] / math.sqrt(1 + self._number - number)
             parts.append((weight, opened.mean, of.spans))
-        return Opened(parts[0][1] if len(parts) == 1 else _merged(parts), dict(counters), rounds)
+        mean = parts[0][1] if len(parts) == 1 else _merged(parts)
+        return Opened(np.empty(0, np.uint32), dict(counters), lambda _total: mean, rounds)
 
 
 def _merged(parts: Sequence[tuple[float, Floats, Sequence[Span]]]) -> Floats:

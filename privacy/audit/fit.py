@@ -9,8 +9,8 @@ Two kinds of factors are exact: how far one unit moves what is released under th
 (`counted`). Draws and noise are random. Draws are tested over all units and steps (`Draws`): that each unit is drawn at
 the rate, on its own. Noise is tested over all coordinates and releases (`Noise`): that there is enough of it, and that
 no part of it follows from another part, because a difference of two parts would be free of it.
-The tests assume normal noise, which Skellam noise of a large variance is to their accuracy (its excess kurtosis is
-1 / variance).
+The tests assume normal noise. To their accuracy so are normal noise in whole steps of which its deviation has many, and
+Skellam noise of a large variance (its excess kurtosis is 1 / variance).
 """
 
 from __future__ import annotations

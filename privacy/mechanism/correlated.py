@@ -48,8 +48,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.privacy.mechanism.clip import Update
-from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.privacy.mechanism.noise import NoiseStream, add_steps
 from cloister.protocol.errors import AccountingError
 from cloister.protocol.messages.blocks import cut
 
@@ -178,30 +177,28 @@ class CorrelatedNoise:
         """The noise of round `number`, from 1."""
         return CorrelatedRow(self, number)
 
-    def add(self, vector: Update, sigma: float, number: int) -> None:
-        """Add `sigma` times row `number` of C^-1 Z, for Z of variance 1, to `vector` in place.
-
-        The sum is taken in float64 and rounded once to the type of `vector`.
+    def add(self, total: npt.NDArray[np.integer[Any]], sigma: float, number: int) -> None:
+        """Add `sigma` times row `number` of C^-1 Z, for Z of variance 1, to ring integers in place, in whole steps.
 
         Args:
-            vector: Shape (d,), float32.
-            sigma: Positive.
+            total: Shape (d,), integers modulo 2^b.
+            sigma: Positive, in steps.
             number: The round, from 1.
 
         Raises:
             ValueError: the vector has another length, or there is no such round.
         """
-        if vector.shape != self._buffers.shape[1:] or number < 1:
+        if total.shape != self._buffers.shape[1:] or number < 1:
             raise ValueError(
-                f"row {number} for {vector.shape}: expected round 1 or later and {self._buffers.shape[1:]}"
+                f"row {number} for {total.shape}: expected round 1 or later and {self._buffers.shape[1:]}"
             )
         if number < self._next:
             self._buffers[:] = 0
             self._next = 1
         while self._next <= number:
-            self._advance(vector if self._next == number else None, sigma)
+            self._advance(total if self._next == number else None, sigma)
 
-    def _advance(self, vector: Update | None, sigma: float) -> None:
+    def _advance(self, total: npt.NDArray[np.integer[Any]] | None, sigma: float) -> None:
         # C W = Z, solved row by row: w_t = z_t - sum_j omega_j S_j, S_j = sum over s < t of theta_j^(t-1-s) w_s.
         stream = self._stream.child(f"round-{self._next}")
         for begin, end, _, _ in cut(0, self._buffers.shape[1]):
@@ -210,9 +207,8 @@ class CorrelatedNoise:
             row -= self._scale @ buffers
             buffers *= self._decay
             buffers += row
-            if vector is not None:
-                part = vector[begin:end]
-                np.add(part, sigma * row, out=part, dtype=np.float64, casting="same_kind")
+            if total is not None:
+                add_steps(total[begin:end], sigma * row)
         self._next += 1
 
 
@@ -224,9 +220,9 @@ class CorrelatedRow:
     number: int
     """The round, from 1."""
 
-    def add_to(self, vector: Update, sigma: float) -> None:
+    def add_to(self, total: npt.NDArray[np.integer[Any]], sigma: float) -> None:
         """As `CorrelatedNoise.add`, for this round."""
-        self.noise.add(vector, sigma, self.number)
+        self.noise.add(total, sigma, self.number)
 
 
 # Optimisation. The rates -log theta and -log theta' interlace if their gaps are positive, so the logarithms of the gaps

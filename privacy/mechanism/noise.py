@@ -250,6 +250,11 @@ def _derive(key: bytes, length: int, *what: str | int) -> bytes:
     return HKDF(SHA256(), length, None, pack(PROTOCOL, *what)).derive(key)
 
 
+def add_steps(total: npt.NDArray[np.integer[Any]], samples: Samples) -> None:
+    """Add samples, rounded to whole steps, to integers modulo 2^b in place; both (d,), the samples below 2^63."""
+    total += np.rint(samples).astype(np.int64).astype(total.dtype)
+
+
 def check_positive(name: str, value: float) -> None:
     """Refuse what is no positive, finite number.
 

@@ -3,7 +3,7 @@
 With n sites, updates x_i, clipping norm C and scale s (integer steps in C), one round releases
 
     sum_i (round(s clip(x_i / C, 1)) + Skellam(v))          the sites add the noise, or
-    sum_i  round(s clip(x_i / C, 1)) + N(0, (s sigma)^2)    a coordinator that is trusted adds it, to the mean,
+    sum_i  round(s clip(x_i / C, 1)) + N(0, (s sigma)^2)    a coordinator that is trusted adds it, in whole steps,
                                                             and may correlate it over the rounds (`correlated.py`),
 
 where `round` keeps the L2 norm of a site's integers within a bound that is known beforehand (Kairouz, Liu and Steinke
@@ -15,6 +15,9 @@ Adaptive clipping (Andrew et al. 2021) adds one coordinate: each site sends +r i
 longer, and 0 if it has no finite update, under the same noise. The coordinator moves C by exp(-eta (b - gamma)) (their
 eq. 2), where gamma is the quantile that is aimed at, and b the noised fraction of updates within C, in which a site
 without an update counts as half of one. That is post-processing of what the round's event charges.
+
+All noise is added modulo 2^b, before the sum is read as signed numbers. So whatever a site that lies adds to the sum,
+also beyond the ring, is post-processing of the noised sum of the others.
 
 An update may lie in spans, each at one rank of a site: all of this is keyed by the offset in the whole update, and what
 needs the whole update is computed from sums that are gathered from all spans.
@@ -47,7 +50,7 @@ from cloister.privacy.mechanism.clip import (
 )
 from cloister.privacy.mechanism.correlated import Blt, CorrelatedRow, Participation, sensitivity
 from cloister.privacy.mechanism.events import CorrelatedGaussian, Gaussian, Release, Skellam, positive
-from cloister.privacy.mechanism.noise import LARGEST_VARIANCE, NoiseStream
+from cloister.privacy.mechanism.noise import LARGEST_VARIANCE, NoiseStream, add_steps
 from cloister.protocol.errors import AccountingError, UpdateError
 from cloister.protocol.messages.blocks import BLOCK
 from cloister.protocol.plan.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection
@@ -104,6 +107,7 @@ class SiteMechanism:
         Args:
             dimension: Its coordinates.
         """
+        assert 0 < dimension <= self.dimension, "a part of the update"
         return self if dimension == self.dimension else dataclasses.replace(self, dimension=dimension)
 
     def bound(self, levels: int) -> float:
@@ -197,10 +201,36 @@ class SiteMechanism:
         ratio = sensitivity(blt, pattern) / sensitivity(self.correlation, pattern)
         return dataclasses.replace(self, correlation=blt, deviation=self.deviation * ratio)
 
-    def decode(
-        self, mean: Update, sites: int, clip_norm: float, noise: NoiseStream | CorrelatedRow
-    ) -> tuple[Update, float]:
-        """The mean update from the opened sum; a coordinator that is trusted to add the noise adds it here.
+    def add_noise(self, total: npt.NDArray[np.integer[Any]], noise: NoiseStream | CorrelatedRow) -> None:
+        """Add a trusted coordinator's noise to an opened sum, in whole steps; nothing if the sites have added it.
+
+        Args:
+            total: Shape (size,), ring integers, modulo 2^b; changed in place.
+            noise: A stream that nothing else uses, or with `correlation` the round's row.
+
+        Raises:
+            ValueError: the other kind of noise, or a row of another length.
+        """
+        if self.variance:
+            return
+        sigma = self.scale * self.deviation
+        if isinstance(noise, CorrelatedRow):
+            if self.correlation is None:
+                raise ValueError("a row: expected a stream, because the rounds are not correlated")
+            noise.add_to(total, sigma)
+            return
+        if self.correlation is not None:
+            raise ValueError("a stream: expected the round's row, because the rounds are correlated")
+        stream, update = noise.child("update"), total[: self.dimension]
+        for begin in range(0, update.size, _AT_ONCE):
+            part = update[begin : begin + _AT_ONCE]
+            add_steps(part, stream.gaussian(part.size, sigma, begin))
+        if self.count_step:
+            count = noise.child("count").gaussian(1, 2 * self.count_step * self.count_deviation)
+            add_steps(total[self.dimension :], count)
+
+    def decode(self, mean: Update, sites: int, clip_norm: float) -> tuple[Update, float]:
+        """The mean update from the opened sum, which has its noise.
 
         With `correlation` it is the sum divided by `contributors`, as if absent sites had sent zeros: noise of one
         round is cancelled by that of later ones only if all are divided by the same number.
@@ -209,32 +239,15 @@ class SiteMechanism:
             mean: Shape (size,), float32: the decoded sum over `sites`, in clipping norms; overwritten.
             sites: Sites whose vectors are in the sum.
             clip_norm: C of the round.
-            noise: A stream that nothing else uses, or with `correlation` the round's row; not used if the sites have
-                added the noise.
 
         Returns:
             The mean update, shape (dimension,), float32, in the memory of `mean`; and C of the next round.
         """
-        central = not self.variance
         update = mean[: self.dimension]
-        if isinstance(noise, CorrelatedRow):
-            if self.correlation is None:
-                raise ValueError(
-                    "a row of correlated noise: expected a stream, because the rounds are not correlated"
-                )
-            noise.add_to(update, self.deviation / sites)
-            update *= np.float32(clip_norm * sites / self.contributors)
-            return update, clip_norm
-        if self.correlation is not None:
-            raise ValueError("a stream of noise: expected the round's row, because the rounds are correlated")
-        if central:
-            noise.child("update").add_gaussian(update, self.deviation / sites)
-        update *= np.float32(clip_norm)
+        update *= np.float32(clip_norm * (sites / self.contributors if self.correlation else 1))
         if self.adaptive is None:
             return update, clip_norm
         within = (float(mean[self.dimension]) * self.scale / self.count_step + 1) / 2
-        if central:
-            within += float(noise.child("count").gaussian(1, self.count_deviation)[0]) / sites
         room = _BELIEVED * self.count_deviation / sites  # beyond it a site has lied in its count
         within = min(max(within, -room), 1 + room)
         move = -self.adaptive.learning_rate * (within - self.adaptive.quantile)
@@ -292,11 +305,12 @@ def central(
     adaptive: AdaptiveSection | None = None,
     correlated: tuple[Blt, Participation] | None = None,
 ) -> SiteMechanism:
-    """The mechanism whose noise a trusted coordinator adds, with the finest scale whose sum fits in the ring.
+    """The mechanism whose noise a trusted coordinator adds, with the finest scale whose noised sum fits in the ring.
 
-    The noise is for the rounded vectors' own, larger norm. The mean is rounded to float32 before the noise, by at most
-    2^-24 of itself, and its norm is at most that of a term; so two means of neighbours are further apart by up to 2^-23
-    of a term's norm, and their sums by n times that. So is the mean of the counts, of which a term is r.
+    The noise is for the rounded vectors' own, larger norm, and is rounded to whole steps: a sum of integers with it is
+    the rounded sum with Gaussian noise. The ring has room for `WRAP_DEVIATIONS` of it. Correlated noise is larger by
+    sens(C) times the norm of the longest row of C^-1. With k of T rounds at one site that is below sqrt(k) (1 + log2(T)
+    / 2) for patterns of up to 2,000 rounds, by computation.
 
     Args:
         noise_multiplier: As in `distributed`, like what follows.
@@ -314,30 +328,36 @@ def central(
     )
     sigma_b = 0.0 if adaptive is None else adaptive.count_noise
     on_update = noised_with(noise_multiplier, sigma_b) if sigma_b else noise_multiplier
-    room = 2.0 ** (ring_bits - 1) / contributors - 2
-    if room < 2:
-        raise AccountingError("ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms")
-    scale = 2.0 ** math.floor(math.log2(room))
-    rounded = 1 + contributors * 2.0**-23
-    apart = rounded_l2(scale, dimension) * rounded
+    spread = WRAP_DEVIATIONS * on_update
+    if correlated is not None:
+        blt, pattern = correlated
+        # Not of this matrix: two machines find its last digits unlike, and need the same scale.
+        spread *= math.sqrt(pattern.effective) * (1 + pattern.rounds.bit_length()) / 2
+        on_update *= sensitivity(blt, pattern)
+    levels = 2.0 ** (ring_bits - 1)
+    scale = 2.0 ** math.floor(math.log2(levels / contributors))
+    while scale > 1 and contributors * (scale + 1) + spread * rounded_l2(scale, dimension) >= levels:
+        scale /= 2
+    # A site adds a step to the count, whose noise is twice as many steps for each site of its deviation.
+    step = math.floor((levels - 1) / (contributors + 2 * WRAP_DEVIATIONS * sigma_b))
+    if scale <= 1 or step < 1:
+        raise AccountingError(
+            "ring_bits", ring_bits, expected=f"a ring that holds {contributors} terms and their noise"
+        )
     mechanism = SiteMechanism(
         dimension=dimension,
         scale=scale,
         variance=0.0,
-        deviation=on_update * apart / scale,
+        deviation=on_update * rounded_l2(scale, dimension) / scale,
         event=Gaussian(noise_multiplier, 1),
         adaptive=adaptive,
-        count_step=int(scale) // 2 if sigma_b else 0,
-        count_deviation=sigma_b * rounded,
+        count_step=step if sigma_b else 0,
+        count_deviation=sigma_b,
     )
     if correlated is None:
         return mechanism
-    blt, pattern = correlated
     event = CorrelatedGaussian(noise_multiplier, pattern.rounds, pattern.separation, pattern.most)
-    deviation = noise_multiplier * sensitivity(blt, pattern) * apart / scale
-    return dataclasses.replace(
-        mechanism, event=event, deviation=deviation, correlation=blt, contributors=contributors
-    )
+    return dataclasses.replace(mechanism, event=event, correlation=blt, contributors=contributors)
 
 
 def _check_count_fits(step: int, variance: float, contributors: int, sigma_b: float, ring_bits: int) -> None:

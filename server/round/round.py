@@ -8,9 +8,9 @@
 5. Consistency: the survivors sign the same list of survivors.
 6. Unmask: survivors reveal shares. With too few sites, here or before, the attempt ends with nothing opened, and the
    round is retried; the sites have kept their finished updates.
-7. Charge the ledger, then open the sum: decode the weighted mean and the totals. A coordinator that is trusted to add
-   noise adds it here, as a function of the run's key, the round and, unless it is correlated, the sum: a sum that is
-   opened again gets the same noise (`noise.py`).
+7. Charge the ledger, then open the sum: decode the totals and the weighted mean. A coordinator that is trusted to add
+   noise adds it to the integers of the sum before the mean is decoded, as a function of the run's key, the round and,
+   unless it is correlated, the sum: a sum that is opened again gets the same noise (`noise.py`).
 8. Server step: the mean is a pseudo-gradient for the server's optimizer. A feature may refuse the mean, or the model
    after the step; then model and optimizer are as they were.
 9. Checkpoint atomically, then journal the round as done. The checkpoint releases the sum: until it is in place nothing
@@ -129,7 +129,7 @@ def _done(
     party, features, means = context.party, context.party.features, []
     seen, totals = [summed for summed, _ in sums], [total for _, total in sums]
     for summed, total in sums:
-        means.append(features.decode(summed, total.opened.mean))
+        means.append(features.decode(summed, total.opened))
         context.released(summed.group, means[-1], total.sites)
     mean = features.combine(means)
     norm = float(np.linalg.norm(mean))

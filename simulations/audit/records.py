@@ -229,7 +229,7 @@ class RecordGame:
             total.add([(0, np.concatenate(sent[0].spans))])
             opened = total.open(features.bounds(by_feature))
             summed = Summed(number, 0, names, opened.counters, by_feature, {}, (number,))
-            mean = features.combine([features.decode(summed, opened.mean)])
+            mean = features.combine([features.decode(summed, opened)])
             features.before_step(mean, [summed])
             weights = weights + (
                 mean if part.trained is None else self.model.layout.spread(mean, part.trained)

@@ -63,7 +63,7 @@ from cloister.simulations.partition import site_name
 _UPDATES = 500
 """Updates of sites, unless the caller says otherwise."""
 _ROUNDED = 2.0**-22
-"""Relative error of what is released: it is rounded to float32 when it is decoded, noised and scaled."""
+"""Relative error of what is released: it is rounded to float32 when it is decoded and scaled."""
 _MOVE = 1e-3
 """Learning rate of the clipping norm: so small that no count moves it beyond its bounds."""
 
@@ -98,8 +98,8 @@ class Law:
     """Of the noise on each coordinate of the sum; with correlated noise on those of C Y / sens(C)."""
     count: float
     """Of the noise on the count, in units of what one site adds; infinite: nothing is charged for it."""
-    grid: float = 0.0
-    """Step between the values of the noise, over its deviation; 0: they are floats."""
+    grid: float
+    """Step between the values of the noise, over its deviation."""
 
     @classmethod
     def of(cls, event: Event, mechanism: SiteMechanism) -> Law:
@@ -121,7 +121,8 @@ class Law:
         if mechanism.adaptive is not None:
             count = 2 * mechanism.adaptive.count_noise
             of_update = noised_with(of_update, mechanism.adaptive.count_noise)
-        return cls(event.noise_multiplier, change, of_update * change, count)
+        grid = 1 / (mechanism.scale * mechanism.deviation)
+        return cls(event.noise_multiplier, change, of_update * change, count, grid)
 
 
 class Whitened:

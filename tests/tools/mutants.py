@@ -60,10 +60,10 @@ STEPS = "clients.training.dpsgd:PrivateTrainer._steps"
 TERMS = "privacy.accounting.terms:_round"
 ENCODE = "privacy.mechanism.site_noise:SiteMechanism.encode"
 TAIL = "privacy.mechanism.site_noise:SiteMechanism.tail"
-DECODE = "privacy.mechanism.site_noise:SiteMechanism.decode"
-ADD = 'noise.child("update").add_gaussian(update, self.deviation / sites)'
-RELEASE = "aggregation.features.site_unit:_AtCoordinator.decode"
-DECODED = "mean, clip = mechanism.decode(mean, sites, self._clip, noise)"
+ADD_NOISE = "privacy.mechanism.site_noise:SiteMechanism.add_noise"
+ADD = "add_steps(part, stream.gaussian(part.size, sigma, begin))"
+PROTECT = "aggregation.features.site_unit:_AtCoordinator.protect"
+PROTECTED = "self._on(total.size).add_noise(total, noise)"
 
 LESS_NOISE_IN_STEPS = [
     Mutant(
@@ -114,20 +114,16 @@ LESS_NOISE_OF_SITES = [
 ]
 """Less noise in the vector of a site, or a longer update under the same noise."""
 LESS_NOISE_OF_THE_COORDINATOR = [
+    Mutant(PROTECT, PROTECTED, "pass"),
     Mutant(
-        RELEASE,
-        DECODED,
-        "mean, clip = mean[: self._mechanism.dimension] * np.float32(self._clip), self._clip",
+        PROTECT,
+        "self._on(total.size).add_noise(",
+        '__import__("dataclasses").replace(self._mechanism, deviation=0.5 * self._mechanism.deviation).add_noise(',
     ),
-    Mutant(
-        RELEASE,
-        "mechanism.decode(",
-        '__import__("dataclasses").replace(self._mechanism, deviation=0.5 * self._mechanism.deviation).decode(',
-    ),
-    Mutant(DECODE, ADD, "pass"),
-    Mutant(DECODE, ADD, ADD.replace("self", "0.5 * self")),
-    Mutant(RELEASE, "(mean, sites,", "(mean, 2 * sites,"),
-    Mutant(RELEASE, "self._noise(summed.round)", "NoiseStream.from_declared_seed(1)"),
+    Mutant(ADD_NOISE, ADD, "pass"),
+    Mutant(ADD_NOISE, ADD, ADD.replace("sigma", "0.5 * sigma")),
+    Mutant("privacy.mechanism.noise:add_steps", "np.rint(samples)", "np.rint(0.5 * samples)"),
+    Mutant(PROTECT, "self._noise(summed.round)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
 UNCHARGED = Mutant("clients.consent.spending:Spending.pay", "terms.events(1, len(set(rounds_paid)))", "()")

@@ -170,7 +170,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
         assert isinstance(reveal, Reveal)
         coordinator.revealed(reveal)
     opened = layout.open(coordinator.sum(), len(left))
-    mean, _ = mechanism.decode(opened.mean, opened.counters[WEIGHT], 1.0, SECRET)
+    mean, _ = mechanism.decode(opened.mean, opened.counters[WEIGHT], 1.0)
     assert opened.counters == {WEIGHT: len(left)}
     clear = PlainSum(layout)
     for number in left:

@@ -13,6 +13,7 @@ from scipy.linalg import toeplitz
 from scipy.stats import norm
 
 from cloister.privacy.accounting.accountant import spent
+from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.privacy.mechanism.correlated import (
     Blt,
     CorrelatedNoise,
@@ -147,24 +148,25 @@ def test_decays_that_do_not_interlace_are_refused(
 @pytest.mark.parametrize("size", [5, BLOCK + 3])
 @pytest.mark.parametrize("buffers", [0, 1, 3])
 def test_the_rows_are_those_of_the_matrix_product(size: int, buffers: int) -> None:
-    rounds, sigma = 6, 3.0
+    rounds, sigma = 6, 3e5
     blt = Blt((0.99, 0.8, 0.4)[:buffers], (0.9, 0.6, 0.1)[:buffers])
     z = np.stack([SECRET.child(f"round-{t}").gaussian(size, 1.0) for t in range(1, rounds + 1)])
     expected = sigma * np.linalg.solve(matrix(blt, rounds), z)
     noise = CorrelatedNoise(blt, SECRET, size)
     for number in range(1, rounds + 1):
-        vector = np.ones(size, np.float32)
-        noise.row(number).add_to(vector, sigma)
-        np.testing.assert_allclose(vector, 1 + expected[number - 1], rtol=1e-6, atol=1e-6)
+        total = np.full(size, 2**31 - 1, np.uint32)
+        noise.row(number).add_to(total, sigma)
+        steps = (total - np.uint32(2**31 - 1)).view(np.int32)
+        np.testing.assert_allclose(steps, expected[number - 1], rtol=0, atol=0.5 + 1e-6)
 
 
 def test_a_row_depends_on_the_key_and_the_round_alone() -> None:
     blt = Blt((0.99, 0.8), (0.9, 0.6))
 
     def row(noise: CorrelatedNoise, number: int) -> np.ndarray:
-        vector = np.zeros(50, np.float32)
-        noise.add(vector, 1.0, number)
-        return vector
+        total = np.zeros(50, np.uint32)
+        noise.add(total, 1e6, number)
+        return total
 
     straight = CorrelatedNoise(blt, SECRET, 50)
     rows = [row(straight, number) for number in range(1, 6)]
@@ -182,9 +184,9 @@ def test_a_row_depends_on_the_key_and_the_round_alone() -> None:
 def test_a_row_of_another_length_or_round_is_refused() -> None:
     noise = CorrelatedNoise(Blt((0.9,), (0.5,)), SECRET, 4)
     with raises(ValueError, "row 1 for (5,)"):
-        noise.add(np.zeros(5, np.float32), 1.0, 1)
+        noise.add(np.zeros(5, np.uint32), 1.0, 1)
     with raises(ValueError, "row 0 for (4,)"):
-        noise.add(np.zeros(4, np.float32), 1.0, 0)
+        noise.add(np.zeros(4, np.uint32), 1.0, 0)
 
 
 # The mechanism of a round, and what it costs.
@@ -196,24 +198,23 @@ def test_a_mechanism_takes_no_noise_but_its_own_kind() -> None:
     blt = optimal(pattern, 6)
     plain = central(1.0, 4, 3, 32)
     correlated = central(1.0, 4, 3, 32, correlated=(blt, pattern))
-    mean = np.zeros(4, np.float32)
-    with raises(ValueError, "a row of correlated noise"):
-        plain.decode(mean, 3, 1.0, CorrelatedNoise(blt, SECRET, 4).row(1))
-    with raises(ValueError, "a stream of noise"):
-        correlated.decode(mean, 3, 1.0, SECRET)
+    total = np.zeros(4, np.uint32)
+    with raises(ValueError, "a row"):
+        plain.add_noise(total, CorrelatedNoise(blt, SECRET, 4).row(1))
+    with raises(ValueError, "a stream"):
+        correlated.add_noise(total, SECRET)
+    with raises(ValueError, "row 1 for (4,)"):
+        correlated.add_noise(total, CorrelatedNoise(blt, SECRET, 3).row(1))
+    assert not total.any()
 
 
 def test_the_mean_is_divided_by_the_same_number_in_each_round() -> None:
     pattern = Participation(10, 2, 5)
     blt = optimal(pattern, 6)
     mechanism = central(1.0, 400, 4, 32, correlated=(blt, pattern))
-    noise = CorrelatedNoise(blt, SECRET, 400)
-    row = np.zeros(400, np.float32)
-    noise.add(row, 1.0, 3)
     for sites in (3, 4):
-        mean, clip = mechanism.decode(np.full(400, 0.25, np.float32), sites, 2.0, noise.row(3))
-        expected = 2.0 * (0.25 * sites + mechanism.deviation * row) / 4
-        np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-6)
+        mean, clip = mechanism.decode(np.full(400, 0.25, np.float32), sites, 2.0)
+        np.testing.assert_allclose(mean, 2.0 * 0.25 * sites / 4, rtol=1e-5)
         assert clip == 2.0
 
 
@@ -224,9 +225,36 @@ def test_a_matrix_from_another_machine_gets_the_noise_that_it_needs() -> None:
     assert sensitivity(other, pattern) > sensitivity(optimal(pattern, 6), pattern)
     moved = mechanism.correlated_by(other, pattern)
     assert moved.correlation == other
-    assert moved.deviation == pytest.approx(
-        central(1.0, 4, 3, 32, correlated=(other, pattern)).deviation, rel=1e-12
-    )
+    assert moved.scale == mechanism.scale
+    bound = rounded_l2(mechanism.scale, 4) / mechanism.scale
+    assert moved.deviation == pytest.approx(sensitivity(other, pattern) * bound, rel=1e-12)
+
+
+@pytest.mark.parametrize("buffers", [1, 6])
+@pytest.mark.parametrize(
+    ("rounds", "separation", "most"),
+    [
+        (1, 1, 1),
+        (2, 1, 2),
+        (10, 2, 5),
+        (40, 5, 8),
+        (100, 1, 100),
+        (500, 50, 1),
+        (500, 5, 100),
+        (2000, 342, 6),
+    ],
+)
+def test_the_scale_has_room_for_the_noise_and_does_not_depend_on_the_matrix(
+    rounds: int, separation: int, most: int, buffers: int
+) -> None:
+    """Sites and coordinator find the matrix each on its own machine, and must code with the same scale."""
+    pattern, n, z, bits = Participation(rounds, separation, most), 20, 1.5, 32
+    blt = optimal(pattern, buffers)
+    mechanism = central(z, 1000, n, bits, correlated=(blt, pattern))
+    longest = np.linalg.norm(np.linalg.inv(matrix(blt, rounds))[-1])
+    noise = mechanism.scale * mechanism.deviation * float(longest)
+    assert n * (mechanism.scale + 1) + 12 * noise < 2 ** (bits - 1) < 32 * (n * mechanism.scale + 12 * noise)
+    assert central(z, 1000, n, bits, correlated=(Blt((0.9,), (0.1,)), pattern)).scale == mechanism.scale
 
 
 @pytest.mark.parametrize("z", [0.5, 1.0, 4.0])

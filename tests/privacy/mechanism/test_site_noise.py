@@ -28,7 +28,6 @@ from cloister.clients.training.release import Finished, contribution
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism import site_noise
-from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.privacy.mechanism.events import Gaussian, Skellam
 from cloister.privacy.mechanism.noise import LARGEST_VARIANCE, NoiseStream
 from cloister.privacy.mechanism.site_noise import (
@@ -41,7 +40,7 @@ from cloister.privacy.mechanism.site_noise import (
 from cloister.protocol.errors import AccountingError, PlanError, UpdateError
 from cloister.protocol.plan.plan import LARGEST_CLIP, SMALLEST_CLIP, AdaptiveSection, Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.tests.tools.mutants import DECODE, ENCODE, TAIL, Mutant
+from cloister.tests.tools.mutants import ADD_NOISE, ENCODE, TAIL, Mutant
 from cloister.tests.tools.raises import raises
 from cloister.tests.tools.repeats import repeats
 
@@ -83,11 +82,20 @@ class Federation:
             for number, update in enumerate(updates)
         ]
 
-    def opened(self, vectors: Iterable[RingVector]) -> tuple[Floats, int]:
-        """The decoded mean of all values, in clipping norms, and the number of sites."""
+    def opened(
+        self,
+        vectors: Iterable[RingVector],
+        noise: NoiseStream | None = None,
+        mechanism: SiteMechanism | None = None,
+    ) -> tuple[Floats, int]:
+        """The decoded mean of all values, in clipping norms, and the number of sites; without `noise` there is none of
+        the coordinator's."""
         sent = list(vectors)
         total = np.add.reduce(sent, dtype=self.layout.ring.dtype)  # as masks leave it
         opened = self.layout.open(total, len(sent))
+        if noise is not None:
+            assert opened.total is not None
+            (mechanism or self.mechanism).add_noise(opened.total, noise)
         return opened.mean, opened.counters["weight"]
 
     def summed(self, vectors: Iterable[RingVector]) -> npt.NDArray[np.float64]:
@@ -103,8 +111,8 @@ class Federation:
         mechanism: SiteMechanism | None = None,
     ) -> tuple[Floats, float]:
         """The mean update that the coordinator goes on with, and the next clipping norm."""
-        mean, sites = self.opened(vectors)
-        return (mechanism or self.mechanism).decode(mean, sites, clip, SECRET.child(f"coordinator{what}"))
+        mean, sites = self.opened(vectors, SECRET.child(f"coordinator{what}"), mechanism)
+        return self.mechanism.decode(mean, sites, clip)
 
     def steps(self, update: Floats, clip: float = 1.0, who: str = "site") -> npt.NDArray[np.int64]:
         """The signed integers that a site sends without its noise."""
@@ -411,43 +419,6 @@ def test_a_trusted_coordinator_adds_z_clipping_norms_to_the_sum(
             assert_deviation(federation.released(vectors, clip, mechanism=planted)[0], z * clip / sites)
 
 
-def most_apart(sums: npt.NDArray[np.float64], change: float, sites: int) -> float:
-    """The one of `sums` whose mean over the sites is rounded to float32 most unlike that of the sum with a change."""
-    with_it, without = (
-        (each / sites).astype(np.float32).astype(np.float64) for each in (sums + change, sums)
-    )
-    return float(sums[np.argmax(with_it - without)])
-
-
-def test_a_trusted_coordinators_noise_has_room_for_a_mean_in_float32() -> None:
-    """Of a thousand sites, whose others are such that both worlds' means are rounded apart."""
-    n, z, sigma = 1000, 1.5, 0.9
-    crowd = [f"cohort.sites={n}", "aggregation.secure=false", f"privacy.adaptive={{count_noise={sigma}}}"]
-    federation = Federation(CENTRAL, *crowd, size=1)
-    mechanism = federation.mechanism
-
-    def apart(others: list[RingVector]) -> npt.NDArray[np.float64]:
-        """What a site with an update of the length C changes the decoded sum by: update and count."""
-        (one, _), (other, _) = (
-            federation.opened([*others, federation.vector(np.array([update]))]) for update in (1.0, math.nan)
-        )
-        return (one.astype(np.float64) - other) * n
-
-    steps = np.arange(0, mechanism.scale, 2**10) / mechanism.scale
-    update = most_apart((n - 1) * steps, 1.0, n) / (n - 1)
-    shift, _ = apart([federation.vector(np.array([update]))] * (n - 1))
-    assert shift > rounded_l2(mechanism.scale, 1) / mechanism.scale
-    assert shift * noised_with(z, sigma) <= mechanism.deviation
-    within, clipped = (federation.vector(np.array([update])) for update in (0.0, 2.0))
-    more = int(
-        most_apart(np.arange(1.0 - n, n, 2), 1.0, n)
-    )  # those that are within C, less those that are clipped
-    _, count = apart([within] * ((n - 1 + more) // 2) + [clipped] * ((n - 1 - more) // 2))
-    term = mechanism.count_step / mechanism.scale
-    assert count > term
-    assert count / term * sigma <= mechanism.count_deviation
-
-
 def test_the_coordinator_adds_nothing_where_the_sites_have() -> None:
     federation = Federation(SITE)
     vectors = federation.vectors(zeros(SIZE, 8))
@@ -466,8 +437,14 @@ def test_central_noise_is_new_in_every_round() -> None:
 
 def test_the_coordinator_adds_its_noise_where_the_sum_was_opened() -> None:
     federation = Federation(CENTRAL, ADAPTIVE)
-    mean, sites = federation.opened(federation.vectors(zeros(SIZE, 8)))
-    update, _ = federation.mechanism.decode(mean, sites, 1.0, SECRET)
+    total = np.zeros(federation.layout.length, np.uint32)
+    total[-federation.layout.ring.limbs :] = federation.layout.ring.encode_counters([8])
+    opened = federation.layout.open(total, 8)
+    assert opened.total is not None
+    federation.mechanism.add_noise(opened.total, SECRET)
+    mean = opened.mean
+    assert np.shares_memory(mean, total)
+    update, _ = federation.mechanism.decode(mean, 8, 1.0)
     assert update.any()
     assert np.shares_memory(update, mean)
 
@@ -529,7 +506,7 @@ def test_the_clipping_norm_moves_as_the_paper_says(
     mechanism = mechanism_for(AdaptiveSection(quantile=quantile, learning_rate=rate), 300, 1.0)
     sum_of_signs = unclipped - (8 - unclipped)
     mean = np.array([0.5, sum_of_signs * 300 / 1024 / 8], np.float32)
-    update, next_clip = mechanism.decode(mean, 8, clip, SECRET)
+    update, next_clip = mechanism.decode(mean, 8, clip)
     move = min(max(-rate * (unclipped / 8 - quantile), -math.log(10)), math.log(10))
     assert next_clip == pytest.approx(clip * math.exp(move), rel=1e-5)
     assert update.shape == (1,)
@@ -572,7 +549,7 @@ def test_the_noise_on_the_clipping_norm_is_what_the_plan_pays_for(base: list[str
     [
         (SITE, Mutant(TAIL, "self.variance, self.dimension", "self.variance, 0")),
         (SITE, Mutant(TAIL, "self.variance, self.dimension", "self.variance, self.dimension - 1")),
-        (CENTRAL, Mutant(DECODE, 'child("count")', 'child("update")')),
+        (CENTRAL, Mutant(ADD_NOISE, 'child("count")', 'child("update")')),
     ],
     ids=["first", "last", "central"],
 )
@@ -619,7 +596,7 @@ def test_a_site_that_lies_in_its_count_moves_the_clipping_norm_little(rate: floa
     furthest = min(rate * (0.5 + 6 * mechanism.count_deviation / 8), math.log(10))
     for total, sign in ((1e9, -1), (-1e9, 1)):
         mean = np.array([0.0, total], np.float32)
-        moved = mechanism.decode(mean, 8, 2.0, SECRET)[1]
+        moved = mechanism.decode(mean, 8, 2.0)[1]
         assert moved == pytest.approx(2.0 * math.exp(sign * furthest))
 
 
@@ -717,9 +694,11 @@ CROWD = [*SITE, "cohort.sites=20", "cohort.quorum=0.8", "aggregation.colluders=0
 
 
 def largest_sum(mechanism: SiteMechanism, n: int) -> float:
-    """The largest sum in a coordinate: every site at its bound there, and twelve deviations of all their noise."""
-    term = max(mechanism.scale + 1, mechanism.count_step)
-    return n * term + 12 * math.sqrt(n * mechanism.variance)
+    """The largest sum in a coordinate: every site at its bound there, and twelve deviations of all noise."""
+    if mechanism.variance:
+        return n * max(mechanism.scale + 1, mechanism.count_step) + 12 * math.sqrt(n * mechanism.variance)
+    count = mechanism.count_step * (n + 24 * mechanism.count_deviation)
+    return max(n * (mechanism.scale + 1) + 12 * mechanism.scale * mechanism.deviation, count)
 
 
 @pytest.mark.slow

@@ -192,9 +192,7 @@ def half_deviation(patch: pytest.MonkeyPatch) -> None:
 
 def half_of_what_is_decoded(patch: pytest.MonkeyPatch) -> None:
     right = SiteMechanism.decode
-    patch.setattr(
-        SiteMechanism, "decode", lambda self, m, n, c, noise: (right(self, m, n, c, noise)[0] * HALF, c)
-    )
+    patch.setattr(SiteMechanism, "decode", lambda self, m, n, c: (right(self, m, n, c)[0] * HALF, c))
 
 
 def no_noise(patch: pytest.MonkeyPatch) -> None:

@@ -314,7 +314,7 @@ SITE_MUTANTS = [
 CENTRAL_MUTANTS = [
     *LESS_NOISE_OF_THE_COORDINATOR,
     *CHARGES,
-    Mutant("privacy.mechanism.site_noise:central", "on_update * apart", "0.5 * on_update * apart"),
+    Mutant("privacy.mechanism.site_noise:central", "deviation=on_update *", "deviation=0.5 * on_update *"),
     Mutant(
         "privacy.mechanism.site_noise:central",
         "Gaussian(noise_multiplier, 1)",

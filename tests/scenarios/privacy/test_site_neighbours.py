@@ -21,7 +21,6 @@ from scipy.stats import norm, skellam
 
 from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.sums import Sums
-from cloister.aggregation.vector.average import PlainSum
 from cloister.clients.training.release import Finished, contribution
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.audit.lower_bounds import distinguish
@@ -76,21 +75,25 @@ class Worlds:
         return contribution(Protected(self.layout, self.mechanism, 1.0, noise), Finished(update, 0, 0.0))
 
     @cached_property
-    def opened(self) -> dict[bool, npt.NDArray[np.float32]]:
-        """The opened mean with and without the site's records; the other sites have none."""
-        found = {}
-        for records in (True, False):
-            total, quiet = PlainSum(self.layout), Overheard.from_declared_seed(1)
-            for index in range(self.sites):
-                total.add([(0, self.sent(records=records and index == 0, noise=quiet))])
-            found[records] = total.open().mean
-        return found
+    def totals(self) -> dict[bool, npt.NDArray[Any]]:
+        """The sum with and without the site's records; the other sites have none."""
+        quiet = Overheard.from_declared_seed(1)
+        return {
+            records: np.add.reduce(
+                [self.sent(records=records and not index, noise=quiet) for index in range(self.sites)],
+                dtype=self.layout.ring.dtype,
+            )
+            for records in (True, False)
+        }
 
     def released(self, *, records: bool, noise: NoiseStream) -> tuple[Floats, float]:
         """Sum and count that follow from what a trusted coordinator releases, in clipping norms and in sites."""
         adaptive = self.plan.privacy.adaptive
         assert adaptive is not None
-        update, clip = self.mechanism.decode(self.opened[records].copy(), self.sites, 1.0, noise)
+        opened = self.layout.open(self.totals[records].copy(), self.sites)
+        assert opened.total is not None
+        self.mechanism.add_noise(opened.total, noise)
+        update, clip = self.mechanism.decode(opened.mean, self.sites, 1.0)
         within = adaptive.quantile - math.log(clip) / adaptive.learning_rate
         return update * np.float64(self.sites), within * self.sites
 
@@ -114,8 +117,8 @@ class Worlds:
                 self.released(records=records, noise=stream)
                 for records, stream in zip((True, False), quiet, strict=True)
             )
-            of_mean, of_count = quiet[0].sigmas
-            of_update = of_mean * self.sites
+            of_update = quiet[0].sigmas[0] / self.mechanism.scale
+            of_count = quiet[0].sigmas[1] / (2 * self.mechanism.count_step)
             shift, count = one - other, within - without
         return (float(np.linalg.norm(shift)), float(count)), (of_update, of_count)
 

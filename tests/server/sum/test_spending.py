@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cloister.aggregation.vector.average import SumLayout
@@ -356,7 +357,8 @@ MOMENTS = {
     "asking": None,
     "paying": "cloister.server.sum.spending.Spending.before_opening",
     "opening": "cloister.aggregation.vector.average.SumLayout.open",
-    "noising": "cloister.privacy.mechanism.site_noise.SiteMechanism.decode",
+    "noising": "cloister.privacy.mechanism.site_noise.SiteMechanism.add_noise",
+    "decoding": "cloister.privacy.mechanism.site_noise.SiteMechanism.decode",
     "saving": "cloister.server.record.checkpoint.Checkpoints.save",
     "journaling": "cloister.server.record.progress.asdict",
 }
@@ -407,17 +409,21 @@ def test_a_sum_that_is_opened_again_from_a_copy_of_the_folder_gets_the_same_nois
     begin: Begin, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = begin(CENTRAL, "run.rounds=1", *changes)
-    noises: list[Vector] = []
+    noises: list[npt.NDArray[np.int32]] = []
     norms: list[float] = []
-    decode = SiteMechanism.decode
+    add_noise, decode = SiteMechanism.add_noise, SiteMechanism.decode
 
-    def decoded(self: SiteMechanism, mean: Vector, sites: int, *rest: Any) -> tuple[Vector, float]:
-        exact = mean[: self.dimension].copy()
-        update, norm = decode(self, mean, sites, *rest)
-        noises.append((update / np.float32(case.plan.privacy.clip) - exact) * sites)
+    def noised(self: SiteMechanism, total: npt.NDArray[np.uint32], *noise: Any) -> None:
+        exact = total.copy()
+        add_noise(self, total, *noise)
+        noises.append((total - exact).view(np.int32)[: self.dimension])
+
+    def decoded(self: SiteMechanism, *what: Any) -> tuple[Vector, float]:
+        update, norm = decode(self, *what)
         norms.append(norm)
         return update, norm
 
+    monkeypatch.setattr(SiteMechanism, "add_noise", noised)
     monkeypatch.setattr(SiteMechanism, "decode", decoded)
     with monkeypatch.context() as patch:
         patch.setattr(ServerOptimizer, "step", never)

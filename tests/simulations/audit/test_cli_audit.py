@@ -38,7 +38,7 @@ from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.steps import Observed, Seen
 from cloister.simulations.federation import lay_out
 from cloister.tests.tools.mutants import (
-    DECODE,
+    ADD_NOISE,
     ENCODE,
     LESS_NOISE_IN_STEPS,
     LESS_NOISE_OF_SITES,
@@ -327,7 +327,7 @@ REPEATS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
 
 def repeat_halves(patch: pytest.MonkeyPatch, how: str) -> None:
     """The second half of each vector of noise is the first half again."""
-    right = NoiseStream.skellam
+    gaussians, skellams = NoiseStream.gaussian, NoiseStream.skellam
 
     def repeated(noise: npt.NDArray[Any]) -> npt.NDArray[Any]:
         half = noise.size // 2
@@ -335,12 +335,16 @@ def repeat_halves(patch: pytest.MonkeyPatch, how: str) -> None:
         return noise
 
     def add_gaussian(self: NoiseStream, vector: Any, sigma: float, offset: int = 0, **how: int) -> None:
-        vector += repeated(self.gaussian(vector.size, sigma, offset)).astype(vector.dtype)
+        vector += self.gaussian(vector.size, sigma, offset).astype(vector.dtype)
+
+    def gaussian(self: NoiseStream, size: int, *law: Any) -> npt.NDArray[np.float64]:
+        return repeated(gaussians(self, size, *law))
 
     def skellam(self: NoiseStream, size: int, *law: Any, **how: Any) -> npt.NDArray[np.int64]:
-        return repeated(right(self, size, *law, **how))
+        return repeated(skellams(self, size, *law, **how))
 
     patch.setattr(NoiseStream, "add_gaussian", add_gaussian)
+    patch.setattr(NoiseStream, "gaussian", gaussian)
     patch.setattr(NoiseStream, "skellam", skellam)
 
 
@@ -696,7 +700,7 @@ def test_a_hundredth_of_the_noise_of_sites_is_missed(
 
 SKELLAM, GAUSSIAN = (
     "skellam(extra, self.variance, self.dimension)",
-    'noise.child("count").gaussian(1, self.count_deviation)',
+    'noise.child("count").gaussian(1, 2 * self.count_step * self.count_deviation)',
 )
 TWO = (*CENTRAL, "cohort.sites=2")
 NOTHING_SENT = Mutant(ENCODE, "-1) if finite else 0", "-1) if finite else 1")
@@ -721,8 +725,8 @@ NUMBERS = itertools.count()
         ),
         ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("variance", "variance / 1e6")), 6, COORDINATE),
         ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("self.dimension", "0")), 6, OF_COORDINATE),
-        (TWO, Mutant(DECODE, GAUSSIAN, f"1e-3 * {GAUSSIAN}"), 6, COORDINATE),
-        (TWO, Mutant(DECODE, GAUSSIAN, GAUSSIAN.replace("count", "update", 1)), 6, OF_COORDINATE),
+        (TWO, Mutant(ADD_NOISE, GAUSSIAN, f"1e-3 * {GAUSSIAN}"), 6, COORDINATE),
+        (TWO, Mutant(ADD_NOISE, GAUSSIAN, GAUSSIAN.replace("count", "update", 1)), 6, OF_COORDINATE),
     ],
     ids=str,
 )
