@@ -10,6 +10,8 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
+import jinja2
+
 _KEPT, _GIVEN_BACK = str.maketrans(" \n", "\ue000\ue001"), str.maketrans("\ue000\ue001", " \n")
 """White space of a value that a sentence quotes has stand-ins while the lines of a paragraph are joined."""
 
@@ -41,8 +43,6 @@ class Prose:
 
     @cached_property
     def _macros(self) -> Any:
-        import jinja2  # a caller that only names units does not need it
-
         environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )

@@ -23,6 +23,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import brentq
+from scipy.sparse import csr_array, triu
+from scipy.special import rel_entr
+from scipy.stats import beta, binom, chi2, norm
 
 from cloister.protocol.errors import CloisterError
 
@@ -110,9 +114,6 @@ def rate(what: str, drawn: int, places: int, charged: float) -> Check:
         places: How often it could be drawn.
         charged: The rate, above 0 and below 1.
     """
-    from scipy.optimize import brentq
-    from scipy.stats import binom
-
     least = int(binom.isf(LEVEL / 2, places, charged)) + 1  # draws that fail
 
     def missed(higher: float) -> float:
@@ -166,8 +167,6 @@ class Draws:
         Args:
             charged: q; at 1 nothing is drawn, so there is no check.
         """
-        from scipy.stats import binom
-
         if charged >= 1:
             return ()
         each = []
@@ -190,9 +189,6 @@ class Draws:
 
     def _again(self, charged: float) -> Check:
         """The two steps that share most units."""
-        from scipy.sparse import csr_array, triu
-        from scipy.stats import binom
-
         units, pairs = np.concatenate(self._drawn), self._steps * (self._steps - 1) // 2
         edges = np.cumsum([0, *map(len, self._drawn)])
         steps = csr_array((np.ones(len(units), np.int64), units, edges), (self._steps, self.sizes.size))
@@ -202,8 +198,6 @@ class Draws:
 
     def _together(self, charged: float) -> Check:
         """The distance at which units are drawn together most often, over what is expected."""
-        from scipy.special import rel_entr
-
         units = self.sizes.size
         sums = np.fft.irfft(self._spectrum, units)[1 : units // 2 + 1]
         terms, expected = units * self._steps, charged**2
@@ -224,8 +218,6 @@ def enough_noise(what: str, squares: float, samples: int) -> Check:
     Raises:
         CloisterError: there is no sample.
     """
-    from scipy.stats import chi2
-
     if not samples:
         raise CloisterError("samples of the noise", 0, expected="1 or more")
     visible = 1 - math.sqrt(float(chi2.ppf(LEVEL, samples) / chi2.ppf(_POWER, samples)))
@@ -341,8 +333,6 @@ class Noise:
         )
 
     def _least_release(self, charged: float) -> Check:
-        from scipy.stats import chi2
-
         squares, samples = np.array(self._each).T / np.array([[charged**2], [1]])
         below = chi2.cdf(squares, samples)
         least = int(np.argmin(below))
@@ -353,8 +343,6 @@ class Noise:
 
     def _coordinate(self, charged: float) -> Check:
         """The coordinate whose noise over the releases is furthest from the charge, to either side."""
-        from scipy.stats import chi2
-
         p, deviation = 1.0, 1.0
         for count in np.unique(self._counts[self._counts > 0]):
             of_count = self._squares[self._counts == count] / charged**2
@@ -380,8 +368,6 @@ class Noise:
 
     def _repeated(self, charged: float) -> Check:
         """The release of which most magnitudes are there twice."""
-        from scipy.stats import binom
-
         repeats, gaps = np.array(self._repeats).T
         shares = np.minimum(1.0, (gaps + 1) / 2 * self._gap * _HAZARD / charged)
         below = binom.sf(repeats - 1, gaps, shares)
@@ -391,8 +377,6 @@ class Noise:
 
     def _at_one_place(self, charged: float) -> Check:
         """The two releases that have most magnitudes in common, coordinate by coordinate."""
-        from scipy.stats import binom
-
         same, places = self._same
         p = float(binom.sf(same - 1, places, min(1.0, self._equal_share / charged))) if same else 1.0
         return Check(
@@ -401,8 +385,6 @@ class Noise:
 
     def _between(self, charged: float) -> tuple[Check, ...]:
         """The projections of releases on the signs of earlier ones: the furthest, and their variance."""
-        from scipy.stats import chi2, norm
-
         sketches = np.stack(self._sketches)
         signs = np.sign(sketches)
         both = np.square(signs) @ np.square(signs).T  # projections that two releases share
@@ -425,8 +407,6 @@ class Noise:
 
     def _count(self, products: npt.NDArray[np.float64]) -> Check:
         """The coordinate with which the noise of the count is correlated most."""
-        from scipy.stats import beta
-
         squares = np.maximum(self._squares[:-1] * products[-1], 1e-300)
         correlations = np.minimum(products[:-1] ** 2 / squares, 1.0)
         worst = float(correlations.max())

@@ -26,6 +26,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import beta, binom
 
 ALARM = 1 - 5e-5
 """Confidence of the bound that refutes a claim: guesses do so for honest code with a probability of 5e-5 at most."""
@@ -62,8 +63,6 @@ def p_value(correct: int, guesses: int, m: int, epsilon: float, delta: float) ->
         epsilon: Of the mechanism under test, 0 or more.
         delta: Of the mechanism under test.
     """
-    from scipy.stats import binom
-
     if correct == 0:
         return 1.0
     right = 1 / (1 + math.exp(-epsilon))
@@ -148,6 +147,4 @@ def distinguish(
 
 def _upper_limit(errors: int, runs: int, level: float) -> float:
     """The rate at which this few errors, or fewer, have the probability `level` (Clopper and Pearson 1934)."""
-    from scipy.stats import beta
-
     return 1.0 if errors == runs else float(beta.ppf(1 - level, errors + 1, runs - errors))

@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from decimal import ROUND_FLOOR, ROUND_HALF_EVEN
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import jinja2
 
 from cloister.privacy.report.figures import at_least, at_most, rounded, scientific
 from cloister.privacy.report.report import RunReport, meaning, verdict
 from cloister.privacy.report.summary import plain, questions, several
-
-if TYPE_CHECKING:
-    import jinja2
-
 
 MOST_POINTS = 200
 """Points of a plotted line, the first and the last round among them; `report.json` has every round."""
@@ -184,7 +182,6 @@ def to_html(report: RunReport) -> str:
 @cache
 def _template() -> jinja2.Template:
     """The template of the page, in which every value is escaped; it includes `page.css` and `plot.html.jinja`."""
-    import jinja2  # a caller that only plots does not need it
 
     def source(file: str) -> str:
         return resources.files("cloister.privacy.report").joinpath(file).read_text(encoding="utf-8")

@@ -13,18 +13,22 @@ import torch
 
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig
+from cloister.clients.site import Site
 from cloister.clients.state.kept import DECLARED_ROUNDING
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import LanguageModel, device_for
 from cloister.lm.text.data import Prepared, Sequences
 from cloister.lm.training.train import Trainer
+from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, misfits
+from cloister.privacy.ledger.ledger import Ledger
+from cloister.privacy.mechanism.events import Event, from_json
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.report.report import AuditRow
 from cloister.protocol.machine.storage import write_new
+from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import NO_EVALUATION, Plan
-from cloister.protocol.plan.soundness import from_json
 
 Progress = Callable[[int, int], None]
 """Receives the work done so far, and the total."""
@@ -90,6 +94,12 @@ class TrainedBy(Resident, Generic[T]):
         return self.used
 
 
+def charged(site: Site) -> tuple[Event, ...]:
+    """What a site's own ledger was charged."""
+    entries = Ledger(site.config.folder / "ledger.sqlite", site.name, composed).entries()
+    return tuple(event for entry in entries for event in from_json(entry.charge.event))
+
+
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     """A plan like the run's, for an audit to play.
 
@@ -121,7 +131,7 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
         facts[name] |= fields
     local = facts["local"]
     local["warmup_steps"] = min(local["warmup_steps"], facts["run"]["rounds"] * local["steps"] - 1)
-    return from_json(json.dumps(facts))
+    return soundness.from_json(json.dumps(facts))
 
 
 def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> SiteConfig:

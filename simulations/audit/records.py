@@ -44,12 +44,11 @@ from cloister.clients.site import Simulated, Site
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.schedule import Schedule
-from cloister.privacy.accounting.accountant import composed, epsilon_of
+from cloister.privacy.accounting.accountant import epsilon_of
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, Draws, change, counted, enough_noise, problem
 from cloister.privacy.audit.lower_bounds import ALARM, lower_bound, right
-from cloister.privacy.ledger.ledger import Ledger
-from cloister.privacy.mechanism.events import SampledGaussian, from_json
+from cloister.privacy.mechanism.events import SampledGaussian
 from cloister.privacy.report.report import AuditRow
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.messages.digest import vector_hash
@@ -70,6 +69,7 @@ from cloister.simulations.audit.audited import (
     Progress,
     Streams,
     TrainedBy,
+    charged,
     house,
     played,
     prepared,
@@ -148,9 +148,8 @@ class RecordGame:
         )
         repeated = Site(self._config("second", plan, records=False), second, simulated=empty)
         different = self._play((site, repeated), plan, rounds_played, observed)
-        charged = self._charged(site)
-        claimed = epsilon_of(charged, terms.delta, terms.accountant)
-        both = [*charged, *self._charged(repeated)]
+        claimed = epsilon_of(charged(site), terms.delta, terms.accountant)
+        both = [event for event in charged(site) + charged(repeated) if isinstance(event, SampledGaussian)]
         checks = self._checks(observed, draws, both, different)
         correct = right(first.used.scores, included, k)
         bound, refuting = (lower_bound(correct, k, m, terms.delta, level) for level in (confidence, ALARM))
@@ -169,12 +168,6 @@ class RecordGame:
     def _config(self, folder: str, plan: Plan, *, records: bool) -> SiteConfig:
         fields = {"name": self.site.name, "plan": plan.digest(), "secure": False}
         return house(self.folder / folder, self.site, records=records, **fields)
-
-    def _charged(self, site: Site) -> list[SampledGaussian]:
-        """What the site's own ledger was charged."""
-        entries = Ledger(site.config.folder / "ledger.sqlite", site.name, composed).entries()
-        events = [event for entry in entries for event in from_json(entry.charge.event)]
-        return [event for event in events if isinstance(event, SampledGaussian)]
 
     def _checks(
         self, observed: Observed, draws: Draws, charged: Sequence[SampledGaussian], different: int

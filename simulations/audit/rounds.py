@@ -26,9 +26,7 @@ from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.text.data import Prepared, Sequences
 from cloister.lm.training.train import LocalUpdate, Trainer
-from cloister.privacy.accounting.accountant import composed
-from cloister.privacy.ledger.ledger import Ledger
-from cloister.privacy.mechanism.events import Event, from_json
+from cloister.privacy.mechanism.events import Event
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import EngineError, one_line
 from cloister.protocol.identity.roster import Card, Roster, new_identity, save_identity, save_roster
@@ -41,7 +39,7 @@ from cloister.server.record.progress import RoundDone
 from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure, reply_in
-from cloister.simulations.audit.audited import NOTICED, Noises, TrainedBy, house, prepared
+from cloister.simulations.audit.audited import NOTICED, Noises, TrainedBy, charged, house, prepared
 from cloister.simulations.partition import site_name
 
 Update = Callable[[str, int], Vector | None]
@@ -267,8 +265,4 @@ class Federation:
             raise EngineError(
                 "rounds of the audit", watch.rounds, expected=f"all {plan.run.rounds} to be done"
             )
-        charged = {}
-        for name in names:
-            entries = Ledger(folder / name / "state" / "ledger.sqlite", name, composed).entries()
-            charged[name] = tuple(event for entry in entries for event in from_json(entry.charge.event))
-        return charged, len(channel.told) - 2
+        return {site.name: charged(site) for site in sites}, len(channel.told) - 2

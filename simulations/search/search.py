@@ -428,7 +428,7 @@ def _check_cost(plan: Plan, tried: Plan, field: str, value: object) -> None:
     Raises:
         SearchError: it does.
     """
-    if _cost(plan, _dimension(plan)) != _cost(tried, _dimension(tried)):
+    if _cost(plan) != _cost(tried):
         raise SearchError(
             "parameter.field",
             field,
@@ -438,9 +438,8 @@ def _check_cost(plan: Plan, tried: Plan, field: str, value: object) -> None:
         )
 
 
-def _cost(plan: Plan, dimension: int) -> tuple[object, ...]:
-    found = terms_of(plan, dimension)
-    assert found is not None, "the plan has a unit"
+def _cost(plan: Plan) -> tuple[object, ...]:
+    found = terms(plan)
     return found.events(plan.run.rounds), found.delta, found.accountant, found.relation
 
 
