@@ -95,8 +95,8 @@ def serve(
     guard, envelope = admitted[0]
     try:
         return guard.sealed(envelope, signed, reply)
-    except CloisterError as error:
-        _log.warning("reply: %s", error)
+    except Exception as error:  # as in `answered`: its text stays here
+        _log.exception("the reply cannot be sealed")
         return encode(Failed("", printable(explain(error))))
 
 

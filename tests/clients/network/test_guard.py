@@ -319,6 +319,15 @@ def test_what_others_make_or_change_is_no_reply(site: Recorder, monkeypatch: pyt
     assert decode_reply(sender.opened("site-0", again, forged)) == Joined("site-0")
 
 
+def test_a_reply_that_cannot_be_sealed_is_a_failure_that_tells_nothing(site: Recorder) -> None:
+    def lost(_run: str) -> Ed25519PrivateKey:
+        raise OverflowError("patient 7")
+
+    site.guard = replace(site.guard, identity=lost)
+    _, frames = exchange(site, Sender(COORDINATOR, RUN, 1, ROSTER), request())
+    assert decode_reply(frames) == Failed("", "OverflowError: the reason is in the site's own log")
+
+
 def test_over_others_carriers_a_site_seals_or_is_silent(
     site: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
