@@ -95,6 +95,8 @@ class _OverRuns:
     limit: float | None
     runs: int | None = None
     epsilon: float | None = None
+    delta: float | None = None
+    """The delta for which it holds: the plan's, or twice that if the mechanisms of runs differ."""
     problem: str = ""
     """Why neither is known; empty if they are."""
 
@@ -109,7 +111,7 @@ def _over_runs(folder: RunFolder, epsilon: float) -> _OverRuns | None:
         spent = shared.spent(history.run, history.summed)
     except (BudgetError, LedgerError, StorageError) as error:  # the run is finished all the same
         return _OverRuns(shared.dataset, shared.limit, problem=str(error))
-    return _OverRuns(shared.dataset, shared.limit, spent.runs, max(spent.epsilon, epsilon))
+    return _OverRuns(shared.dataset, shared.limit, spent.runs, max(spent.epsilon, epsilon), spent.delta)
 
 
 def losses_of_sites(
@@ -249,7 +251,7 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
             which, figure = f"epsilon, all runs on {over.name}", f"not known: {over.problem}"
             if over.epsilon is not None:
                 which = f"epsilon, all runs ({over.runs}) on {over.name}"
-                figure = f"{at_most(over.epsilon)}{limit}"
+                figure = f"{at_most(over.epsilon)} at delta {over.delta:g}{limit}"
             table.add_row(Text(which), Text(figure))
         table.add_row("delta", f"{privacy.delta:g}")
     _add_costs(table, outcome, label)

@@ -492,7 +492,8 @@ def _counted(plan: Plan, *, simulated: bool) -> str:
         return (
             f"The epsilon over all runs counts the runs that charged the name {simulation.dataset!r} in the ledger of "
             "this simulation. Runs without that ledger, or under another name for the same data, add to it and are "
-            "not counted."
+            "not counted. A run may be planned after seeing the results of earlier ones; a limit over runs whose "
+            "mechanisms differ holds at twice its delta."
         )
     if simulated:
         return (

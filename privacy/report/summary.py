@@ -91,7 +91,7 @@ def _strength(report: RunReport, epsilon: float, delta: float) -> list[str]:
     else:
         lines.append(
             f"All this is true of this run. For someone who sees the models of all {_runs(dataset)} on this data, at "
-            f"most {meaning(dataset.epsilon, delta).guess} of 100 guesses are right."
+            f"most {meaning(dataset.epsilon, dataset.delta).guess} of 100 guesses are right."
         )
     return lines
 
@@ -180,8 +180,8 @@ def _composition(report: RunReport, *, claimed: bool) -> str:
     over = "no finite epsilon" if dataset.epsilon is None else f"epsilon {at_most(dataset.epsilon)}"
     limit = "without a limit" if dataset.limit is None else f"with a limit of {dataset.limit:.6g}"
     return (
-        f"{text} Over several runs: {_runs(dataset)} on {dataset.name} together have {over} at the same delta, "
-        f"{limit}, in the ledger {dataset.ledger} (head {dataset.head})."
+        f"{text} Over several runs: {_runs(dataset)} on {dataset.name} together have {over} at delta "
+        f"{scientific(dataset.delta)}, {limit}, in the ledger {dataset.ledger} (head {dataset.head})."
     )
 
 

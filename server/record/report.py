@@ -470,10 +470,10 @@ def _dataset(plan: Plan, history: RunHistory, account: _Account) -> DatasetRow |
     try:
         found = shared.spent(history.run, history.summed)
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
-        return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
+        return DatasetRow(name, path, 0, None, plan.privacy.delta, shared.limit, "", str(error))
     # A site that was asked and did not train is charged in the coordinator's ledger only.
     epsilon = _finite(max(found.epsilon, account.epsilon or 0.0))
-    return DatasetRow(name, path, found.runs, epsilon, shared.limit, found.head)
+    return DatasetRow(name, path, found.runs, epsilon, found.delta, shared.limit, found.head)
 
 
 # Tables and facts

@@ -21,7 +21,7 @@ from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import Entry, read_history
-from cloister.privacy.report.figures import at_most
+from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.page import to_html
 from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import BudgetError, LedgerError
@@ -97,7 +97,7 @@ def test_three_runs_on_one_dataset_are_composed(three: tuple[Path, list[dict[str
         assert (report.epsilon, report.dataset.epsilon) == (own, together)
         said = (
             f"with epsilon {at_most(own)} for this run (over the 3 runs on '2024' together it is "
-            f"{at_most(together)})"
+            f"{at_most(together)} at delta {scientific(DELTA)})"
         )
         assert verdict(report).holds
         assert said in verdict(report).sentence
