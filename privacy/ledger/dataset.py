@@ -8,7 +8,8 @@ is charged at least its own site's events there, and the sum over runs is an upp
 
 - An owner with records at several sites is part of each: unless the partition keeps owners together, every site is
   charged on its own.
-- Under unit `site` the runs may have different sites; the sum is that of one site in each run.
+- Under unit `site` all runs divide the dataset in the same way: the charges name the division, and a site of another
+  one is another unit.
 - Correlated noise is charged for a whole run at once. Sites begin in different rounds, and the first to begin writes
   the charge, under round 1.
 - A dataset is charged in one unit: the costs of different units do not add up to that of one of them.
@@ -224,7 +225,8 @@ class DatasetLedger:
                     f"dataset {self.dataset!r} in {self.path}",
                     entry.charge.what,
                     expected=f"{own}, as this plan: epsilons of different units do not add up",
-                    fix="protect the same unit as its earlier runs",
+                    fix="protect the same unit as its earlier runs, with unit site in the same division of the "
+                    "records, or charge another ledger",
                 )
 
     def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
