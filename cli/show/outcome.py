@@ -225,7 +225,7 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
             if over.problem:
                 runs, figure = "", f"not known: {over.problem}"
             elif over.epsilon is not None:
-                figure = f"{at_most(over.epsilon)}{limit}"
+                figure = f"{at_most(over.epsilon)} at delta {over.delta:g}{limit}"
             table.add_row(Text(f"epsilon, all runs{runs} on {over.name}"), Text(figure))
         table.add_row("delta", f"{privacy.delta:g}")
     _add_costs(table, outcome, label)

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +101,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _dataset(history: History, name: str) -> dict[str, Any]:
-    """What a dataset has spent, at the smallest delta among its entries."""
+    """What a dataset has spent, at the smallest delta among its entries, or over runs whose mechanisms differ at twice
+    that delta."""
+    from cloister.privacy.accounting.accountant import over_runs, spent
+    from cloister.privacy.mechanism.events import from_json
+
     entries = [entry for entry in history.entries if entry.charge.dataset == name]
     delta = min(entry.charge.delta for entry in entries)
     runs: dict[str, list[Entry]] = {}
@@ -110,31 +113,25 @@ def _dataset(history: History, name: str) -> dict[str, Any]:
         runs.setdefault(entry.charge.run, []).append(entry)
     return {
         "dataset": name,
-        "delta": delta,
-        **_epsilon(_spent(entries, delta)),
+        **_epsilon(over_runs([entry.charge.event for entry in entries], delta)),
         "runs": [
             {
                 "run": run,
                 "entries": len(charged),
                 "rounds": sorted({entry.charge.round for entry in charged}),
-                **_epsilon(_spent(charged, delta)),
+                **_epsilon(
+                    spent([event for each in charged for event in from_json(each.charge.event)], delta)
+                ),
             }
             for run, charged in runs.items()
         ],
     }
 
 
-def _spent(entries: Iterable[Entry], delta: float) -> Spent:
-    from cloister.privacy.accounting.accountant import spent
-    from cloister.privacy.mechanism.events import from_json
-
-    return spent([event for entry in entries for event in from_json(entry.charge.event)], delta)
-
-
 def _epsilon(spent: Spent) -> dict[str, Any]:
     """For JSON, which has no infinity: null means that there is no bound."""
     epsilon = spent.epsilon if math.isfinite(spent.epsilon) else None
-    return {"epsilon": epsilon, "accountant": spent.accountant, "note": spent.note}
+    return {"epsilon": epsilon, "delta": spent.delta, "accountant": spent.accountant, "note": spent.note}
 
 
 def _print(history: History, datasets: list[dict[str, Any]]) -> None:
@@ -149,7 +146,7 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     headings = ("dataset", "run", "rounds", "entries", "epsilon", "delta")
     table = columns(*headings, title=f"Ledger of {history.entries[0].owner}", left=2)
     for dataset in datasets:
-        name, delta = dataset["dataset"], f"{dataset['delta']:g}"
+        name = dataset["dataset"]
         for run in dataset["runs"]:
             first, last = run["rounds"][0], run["rounds"][-1]
             cells = (
@@ -158,11 +155,12 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
                 str(first) if first == last else f"{first} to {last}",
                 f"{run['entries']:,}",
                 rounded_up(run["epsilon"]),
-                delta,
+                f"{run['delta']:g}",
             )
             table.add_row(*map(Text, cells))
         count = f"{sum(run['entries'] for run in dataset['runs']):,}"
-        together = (name, "all runs together", "", count, rounded_up(dataset["epsilon"]), delta)
+        cost = rounded_up(dataset["epsilon"]), f"{dataset['delta']:g}"
+        together = (name, "all runs together", "", count, *cost)
         table.add_row(*(Text(cell, style="bold") for cell in together))
         table.add_section()
     console.print(table)

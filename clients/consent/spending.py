@@ -97,7 +97,7 @@ class Spending:
             self._shared.check_paid(run, round_number)
 
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
-        """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent.
+        """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent (`over_runs`).
 
         It is computed at several messages of a round, so the ledger is read once and not locked. Nothing is reserved:
         `pay` checks again, in the transaction that charges.

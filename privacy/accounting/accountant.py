@@ -2,8 +2,9 @@
 
 A mechanism M is (epsilon, delta)-DP when P[M(D) in S] <= e^epsilon P[M(D') in S] + delta for all neighbours D, D' and
 all S (Dwork and Roth 2014). Each event of `events.py` says which mechanism ran, its sensitivity and its neighbours.
-`spent` composes any list of them, including one where each was chosen after seeing the results of earlier ones, and
-gives an epsilon that is an upper bound for all parameters; `calibrate` finds the noise for a given epsilon.
+`spent` composes a list of them that was fixed before the first result was seen, and gives an epsilon that is an upper
+bound for all parameters; `calibrate` finds the noise for a given epsilon. `over_runs` composes a list in which each was
+chosen after seeing the results of earlier ones, for which privacy loss distributions give no upper bound.
 
 - `pld` composes privacy loss distributions (Koskela et al. 2020; discretised as in Doroshenko et al. 2022, "Connect the
   dots", which rounds pessimistically). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
@@ -46,6 +47,9 @@ Accountant = Literal["pld", "rdp"]
 LEAST_NOISE, LARGEST_NOISE = 2.0**-6, 2.0**16
 """Noise multipliers between which `calibrate` searches."""
 
+ORDERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+"""Renyi orders of `over_runs`: whole, for Skellam noise, and fixed, because no order may be chosen by the results."""
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -54,7 +58,7 @@ class Spent:
     epsilon: float
     """An upper bound; `math.inf` if there is none."""
     delta: float
-    """The delta that was asked for."""
+    """The delta that was asked for; twice that of `over_runs` if mechanisms differ."""
     accountant: Accountant
     """The accountant whose bound this is."""
     note: str = ""
@@ -68,8 +72,18 @@ def spent(
     *,
     group: int = 1,
     points: int = 2**16,
+    adaptive: bool = False,
 ) -> Spent:
     """The epsilon of all `events` together at `delta`.
+
+    Whether to go on may depend on results, but not which mechanism is next, unless the list is `adaptive`. Privacy loss
+    distributions then still hold for a list of one mechanism, equal but for its number: a stop with a limit on epsilon
+    is post-processing of the longest list within the limit. Mechanisms that differ are composed by Renyi divergences at
+    the K fixed orders of `ORDERS`, each with delta / K. At one order the divergences of adaptively chosen mechanisms
+    add up under a stop at a fixed bound (Feldman and Zrnic 2021, "Individual privacy accounting via a Renyi filter";
+    Lecuyer 2021; Whitehouse et al. 2023, "Fully-adaptive composition in differential privacy"), and a union bound over
+    the orders lets the better one be chosen afterwards. A ledger may begin with one mechanism and then take another,
+    so the two stops are united: **a limit over mechanisms that differ holds at twice its delta**.
 
     Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
     of them, a record before an owner before a site. Such a unit may change the term of a larger one from any vector of
@@ -89,6 +103,8 @@ def spent(
         group: k, 1 or more units that differ together.
         points: Grid points of the loss of one step. Fewer take less time, for a group in proportion, and give a larger
             bound.
+        adaptive: Whether a mechanism may have been chosen after seeing the results of earlier ones, as those of several
+            runs are. The `delta` of the result is then the one for which epsilon holds.
 
     Raises:
         AccountingError: `delta` or `group` is out of range, `accountant` is unknown, or a group is asked for in a list
@@ -106,7 +122,12 @@ def spent(
         raise AccountingError(
             "group", group, expected="1 or more units, or 1 where several units were charged"
         )
-    found = _compose(_losses(listed, units[0] if units else "site", group), delta, accountant, points)
+    losses = _losses(listed, units[0] if units else "site", group)
+    if adaptive and len({_mechanism(event) for event in set(listed)}) > 1:
+        renyi = _rdp(losses, delta / len(ORDERS), ORDERS)
+        found = Spent(renyi, 2 * delta, "rdp", "mechanisms that differ are composed by Renyi divergences")
+    else:
+        found = _compose(losses, delta, accountant, points)
     if len(units) > 1:
         larger = " and ".join(f"{unit}s" for unit in units[1:])
         note = f"for one {units[0]}: releases for {larger} are counted with twice their sensitivity"
@@ -119,9 +140,26 @@ def epsilon_of(events: Iterable[Event], delta: float, accountant: str) -> float:
     return spent(events, delta, "rdp" if accountant == "rdp" else "pld").epsilon
 
 
+def over_runs(events: Iterable[str], delta: float, accountant: str = "pld") -> Spent:
+    """The cost of the events of ledger entries, each as JSON, over runs of which each may depend on earlier results."""
+    listed = [event for text in events for event in from_json(text)]
+    return spent(listed, delta, "rdp" if accountant == "rdp" else "pld", adaptive=True)
+
+
 def composed(events: Iterable[str], delta: float) -> float:
-    """Epsilon of the events of ledger entries, each as JSON: what `ledger.Ledger` composes with."""
-    return spent([event for text in events for event in from_json(text)], delta).epsilon
+    """The epsilon of `over_runs`: what `ledger.Ledger` composes with. Of mechanisms that differ it holds at twice
+    `delta`."""
+    return over_runs(events, delta).epsilon
+
+
+def _mechanism(event: Event) -> Event:
+    """The event without its number."""
+    match event:
+        case SampledGaussian():
+            return replace(event, steps=1)
+        case Gaussian() | Skellam():
+            return replace(event, count=1)
+    return event
 
 
 class _Step(NamedTuple):
@@ -266,7 +304,7 @@ def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int)
     return Spent(epsilon, delta, "pld")
 
 
-def _rdp(losses: _Losses, delta: float) -> float:
+def _rdp(losses: _Losses, delta: float, orders: Sequence[int] | None = None) -> float:
     """Least epsilon over the orders: those of `dp_accounting`, from 1.1 to 1024, or whole ones with Skellam noise.
 
     Steps whose divergences are not known count as if every unit were drawn.
@@ -277,15 +315,16 @@ def _rdp(losses: _Losses, delta: float) -> float:
     public = _gaussians(losses)
     with _without_log("absl"):
         if losses.selections:
-            orders = [_whole_orders(sampled=losses.sampled)] if losses.whole else []
+            if losses.whole:
+                orders = orders or _whole_orders(sampled=losses.sampled)
             return min(
-                float(RdpAccountant(*orders).compose(_with_selections(losses, line)).get_epsilon(delta))
+                float(RdpAccountant(orders).compose(_with_selections(losses, line)).get_epsilon(delta))
                 for line in _LINES[: 2 if losses.whole else 1]
             )
         if not losses.skellam:
-            return float(RdpAccountant().compose(dp.ComposedDpEvent(public)).get_epsilon(delta))
+            return float(RdpAccountant(orders).compose(dp.ComposedDpEvent(public)).get_epsilon(delta))
         least = math.inf
-        for order in _whole_orders(sampled=any(step.plain for step, _ in losses.steps)):
+        for order in orders or _whole_orders(sampled=any(step.plain for step, _ in losses.steps)):
             bound = math.fsum(count * skellam_rdp(order, mu, l2, l1) for mu, l2, l1, count in losses.skellam)
             # At one order a bound is a (rho = bound / order)-zCDP event, whatever it is at other orders.
             events = dp.ComposedDpEvent([*public, dp.ZCDpEvent(rho=bound / order)])

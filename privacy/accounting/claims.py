@@ -68,9 +68,17 @@ def _used(data: DataSection, privacy: PrivacySection) -> int:
 
 
 def charged_unit(plan: Plan) -> str:
-    """The unit in which a dataset is charged over its runs: with what differs between units of two plans."""
+    """The unit in which a dataset is charged over its runs: with what differs between units of two plans.
+
+    A site is the records that a division of the dataset gives it: a site of another division is no such unit.
+    """
     if plan.privacy.unit == "site":
-        return "one site"
+        data, way = plan.simulation, plan.simulation.partition
+        by = f" by the field {data.field!r}" if data.field else ""
+        by += f" with alpha {data.alpha:g}" if way == "dirichlet" else ""
+        fixed = data.field and way in ("natural", "auto") and not data.public  # groups in order of size
+        drawn = "" if fixed else f", drawn with seed {plan.run.seed}, without a share of {data.public:g}"
+        return f"one site of {plan.cohort.sites} of {data.source} ({data.split}), {way}{by}{drawn}"
     if plan.privacy.unit == "owner":
         return f"one owner, named by the field {plan.data.owner!r}"
     if plan.privacy.record == "window":

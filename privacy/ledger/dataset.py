@@ -8,10 +8,13 @@ is charged at least its own site's events there, and the sum over runs is an upp
 
 - An owner with records at several sites is part of each: unless the partition keeps owners together, every site is
   charged on its own.
-- Under unit `site` the runs may have different sites; the sum is that of one site in each run.
+- Under unit `site` all runs divide the dataset in the same way: the charges name the division, and a site of another
+  one is another unit.
 - Correlated noise is charged for a whole run at once. Sites begin in different rounds, and the first to begin writes
   the charge, under round 1.
 - A dataset is charged in one unit: the costs of different units do not add up to that of one of them.
+- Runs may be planned after seeing the results of earlier ones: a limit over runs whose mechanisms differ holds at twice
+  its delta (`accountant.spent`).
 - A search under a privacy unit (`cloister tune`) is charged at once, before its first trial: what its best trial costs
   those who see no other one. Its trials charge nothing, and a site trains only if that charge is there.
 
@@ -25,11 +28,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cloister.privacy.accounting.accountant import epsilon_of
+from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import Terms, selection_of
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
-from cloister.privacy.mechanism.events import Event, from_json, to_json
+from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError
 from cloister.protocol.plan.plan import Plan
 
@@ -44,6 +47,8 @@ class DatasetSpent:
     """Runs that were charged."""
     epsilon: float
     """Epsilon of all of them together."""
+    delta: float
+    """The delta for which it holds: the plan's, or twice that if their mechanisms differ."""
     head: str
     """Head of the ledger, in hex."""
 
@@ -118,7 +123,7 @@ class DatasetLedger:
         if not any(entry.charge.run == run for entry in entries) and not self.affords(
             terms, run or "a new run", 1, sites
         ):
-            spent = self._epsilon(history.events(self.dataset))
+            spent = self._cost(history.events(self.dataset)).epsilon
             raise BudgetError(
                 f"epsilon of the dataset {self.dataset!r} in {self.path}",
                 round(spent, 4),
@@ -144,7 +149,9 @@ class DatasetLedger:
         charges = [self._charge(run, round_number, site, 0, terms.events(1)) for site in sites]
         paid = {entry.charge.id for entry in history.entries}
         coming = {charge.id: charge.event for charge in charges if charge.id not in paid}
-        return not coming or self._epsilon([*history.events(self.dataset), *coming.values()]) <= self.limit
+        return (
+            not coming or self._cost([*history.events(self.dataset), *coming.values()]).epsilon <= self.limit
+        )
 
     def spent(self, run: str = "", summed: Iterable[int] = ()) -> DatasetSpent:
         """What the dataset has spent over all runs, at the plan's delta.
@@ -161,7 +168,8 @@ class DatasetLedger:
         self._check_unit(history.entries)
         self._check_complete(history.entries, run, summed)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
-        return DatasetSpent(len(runs), self._epsilon(history.events(self.dataset)), history.head.hex())
+        cost = self._cost(history.events(self.dataset))
+        return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex())
 
     def pay_search(self, terms: Terms) -> None:
         """Charge the search that the plan is a trial of, durably and once: its trials may be drawn after this alone.
@@ -216,7 +224,8 @@ class DatasetLedger:
                     f"dataset {self.dataset!r} in {self.path}",
                     entry.charge.what,
                     expected=f"{own}, as this plan: epsilons of different units do not add up",
-                    fix="protect the same unit as its earlier runs",
+                    fix="protect the same unit as its earlier runs, with unit site in the same division of the "
+                    "records, or charge another ledger",
                 )
 
     def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
@@ -238,12 +247,11 @@ class DatasetLedger:
                 fix="the ledger was replaced or lost: restore it from a backup",
             )
 
-    def _epsilon(self, texts: Sequence[str]) -> float:
-        return self._compose(texts, self._plan.privacy.delta)
+    def _cost(self, events: Sequence[str]) -> Spent:
+        return over_runs(events, self._plan.privacy.delta, self._plan.privacy.accountant)
 
-    def _compose(self, texts: Sequence[str], delta: float) -> float:
-        events = [event for text in texts for event in from_json(text)]
-        return epsilon_of(events, delta, self._plan.privacy.accountant)
+    def _compose(self, events: Sequence[str], delta: float) -> float:
+        return over_runs(events, delta, self._plan.privacy.accountant).epsilon
 
     def _history(self) -> History:
         if not self.path.is_file():

@@ -132,7 +132,7 @@ class Budget:
     epsilon: float
     """Maximum epsilon of all charges of the dataset together, including the new one."""
     delta: float
-    """The delta at which that epsilon is composed."""
+    """The delta at which that epsilon is composed. If mechanisms differ, the limit holds at twice this delta."""
 
     def __post_init__(self) -> None:
         if not self.epsilon >= 0:

@@ -115,7 +115,7 @@ class Policy(Section):
     """Smallest noise multiplier."""
     greatest_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest epsilon of the site's dataset at `greatest_delta`, over all runs in its ledger, with all rounds of this
-    one; left out: no limit."""
+    one; over runs whose mechanisms differ the limit holds at twice `greatest_delta`. Left out: no limit."""
     greatest_delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest delta; left out: no limit."""
     trusted_coordinator: bool = False

@@ -130,7 +130,9 @@ class DatasetRow(_Strict):
     runs: Count
     """Runs that charged the dataset, with this one."""
     epsilon: NonNegative | None
-    """Epsilon of all these runs together, at the report's delta; None if it is not finite or not known."""
+    """Epsilon of all these runs together; None if it is not finite or not known."""
+    delta: NonNegative
+    """The delta for which it holds: the report's, or twice that if the mechanisms of runs differ."""
     limit: Positive | None
     """Epsilon that may be spent over all runs; None without a limit."""
     head: str
@@ -334,7 +336,8 @@ def _over_runs(report: RunReport) -> str:
     if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
         many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
         return f"{this} (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
-    return f"{this} (over the {runs} on {dataset.name!r} together it is {at_most(dataset.epsilon)})"
+    together = f"{at_most(dataset.epsilon)} at delta {scientific(dataset.delta)}"
+    return f"{this} (over the {runs} on {dataset.name!r} together it is {together})"
 
 
 def _objection(report: RunReport) -> str:

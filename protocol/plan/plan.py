@@ -649,7 +649,8 @@ class SimulationSection(Section):
     dataset: Annotated[str, _OVER_RUNS] = ""
     """Name under which that ledger keeps the spending of the records of `source` over all runs."""
     greatest_epsilon: Annotated[Positive | None, replace(_OVER_RUNS, required="")] = None
-    """Largest epsilon of that dataset over all runs, at privacy.delta; None: no limit."""
+    """Largest epsilon of that dataset over all runs, at privacy.delta, or twice privacy.delta if the mechanisms of runs
+    differ; None: no limit."""
     search: Annotated[SelectionSection | None, _PRIVATE] = None
     """The search under a privacy unit that the run is a trial of: the cost is then the cost of the search. None: the
     run stands alone. `cloister tune` sets it."""

@@ -476,9 +476,9 @@ def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> Dataset
     try:
         found = shared.spent(history.run, history.summed)
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
-        return DatasetRow(name, path, 0, None, shared.limit, "", str(error))
+        return DatasetRow(name, path, 0, None, plan.privacy.delta, shared.limit, "", str(error))
     over = _finite(max(found.epsilon, epsilon or 0.0))
-    return DatasetRow(name, path, found.runs, over, shared.limit, found.head)
+    return DatasetRow(name, path, found.runs, over, found.delta, shared.limit, found.head)
 
 
 # Tables and facts

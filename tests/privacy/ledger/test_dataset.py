@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
-from cloister.privacy.ledger.ledger import Entry, read_history
-from cloister.privacy.report.figures import at_most
+from cloister.privacy.ledger.ledger import Entry, Ledger, read_history
+from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.page import to_html
 from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import BudgetError, LedgerError
@@ -97,7 +98,7 @@ def test_three_runs_on_one_dataset_are_composed(three: tuple[Path, list[dict[str
         assert (report.epsilon, report.dataset.epsilon) == (own, together)
         said = (
             f"with epsilon {at_most(own)} for this run (over the 3 runs on '2024' together it is "
-            f"{at_most(together)})"
+            f"{at_most(together)} at delta {scientific(DELTA)})"
         )
         assert verdict(report).holds
         assert said in verdict(report).sentence
@@ -266,6 +267,61 @@ def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
     said = {charged_unit(tiny(*window, *change)) for change in ([], ["data.text_field=note"])}
     assert len(said) == 2
     assert "(bytes)" in min(said)
+
+
+DIVIDED = [*CENTRAL, "local.steps=1", "simulation.partition=dirichlet", "simulation.field=topic"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.seed=5",
+        "cohort.sites=5",
+        "simulation.partition=iid",
+        "simulation.partition=natural",
+        "simulation.alpha=0.25",
+        "simulation.field=text",
+        "simulation.source=builtin:python-stdlib",
+        "simulation.split=test",
+        "simulation.public=0.2",
+        "before",
+    ],
+)
+def test_a_site_of_another_division_is_another_unit(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """By the command line: a run on the same dataset whose sites have other records is not begun."""
+    ledger = tmp_path / "over.sqlite"
+    over = [*DIVIDED, f"simulation.ledger={ledger}", "simulation.dataset=ward"]
+    first = load(small_plan, over)
+    terms = terms_of(first, 1)
+    assert terms is not None
+    DatasetLedger(first).check(terms, "", (), FOUR)
+    DatasetLedger(first).pay("first", 1, "site-000", 0, terms.events(1))
+    same = load(small_plan, [*over, "run.name=same", "run.rounds=5", "privacy.noise_multiplier=9.0"])
+    DatasetLedger(same).check(terms, "", (), FOUR)
+    assert DatasetLedger(same).spent().runs == 1
+    settings = [*over, change] if change != "before" else over
+    if "public" in change:
+        settings = [
+            *(each for each in settings if "evaluation" not in each),
+            "server.evaluation=simulation:public",
+        ]
+    if change == "simulation.partition=natural":
+        settings += ["simulation.alpha=0.5"]
+    if change == "before":  # a ledger of an earlier version
+        ledger.unlink()
+        plain = Ledger(ledger, "simulation", composed)
+        paid = DatasetLedger(first)._charge("first", 1, "site-000", 0, terms.events(1))
+        plain.charge(replace(paid, what="update, per one site"), None)
+    line = lone_refusal(
+        capsys, "simulate", str(small_plan), *set_options(settings), "--out", str(tmp_path / "run")
+    )
+    assert "dataset 'ward' in" in line
+    assert "epsilons of different units do not add up" in line
+    assert "division of the records" in line
+    assert not (tmp_path / "run" / "sites").exists()
+    assert len(entries(ledger)) == 1
 
 
 @pytest.mark.slow

@@ -258,7 +258,7 @@ def test_a_group_is_not_claimed_to_cost_less_than_its_parts(groups: tuple[GroupR
 
 
 def over_runs(**changes: Any) -> DatasetRow:
-    whole = DatasetRow("letters", "/srv/letters.sqlite", 3, 2.1512, 2.5, "ab" * 32)
+    whole = DatasetRow("letters", "/srv/letters.sqlite", 3, 2.1512, 2e-6, 2.5, "ab" * 32)
     return dataclasses.replace(whole, **changes)
 
 
@@ -266,8 +266,12 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
     def said(**changes: Any) -> str:
         return verdict(realistic(dataset=over_runs(**changes))).sentence
 
-    assert "epsilon 1.68 for this run (over the 3 runs on 'letters' together it is 2.16) and delta" in said()
-    assert "(over the 1 run on 'letters' together it is 1.68)" in said(runs=1, epsilon=1.6795)
+    together = (
+        "epsilon 1.68 for this run (over the 3 runs on 'letters' together it is 2.16 at delta 2 × 10⁻⁶) and"
+    )
+    assert together in said()
+    alone = said(runs=1, epsilon=1.6795, delta=1e-6)
+    assert "(over the 1 run on 'letters' together it is 1.68 at delta 1 × 10⁻⁶)" in alone
     assert "(over the 3 runs on 'letters' it is 10.01, no protection to speak of)" in said(epsilon=10.001)
     assert "it is without bound, no protection to speak of" in said(epsilon=None)
     lost = said(epsilon=None, problem="it is missing")

@@ -93,7 +93,7 @@ def test_the_questions_have_the_facts_of_the_run() -> None:
         ],
         "How do the costs of several releases and runs add up?": [
             report.accountant,
-            "3 runs on letters together have epsilon 2.16 at the same delta, with a limit of 2.5",
+            "3 runs on letters together have epsilon 2.16 at delta 2 × 10⁻⁶, with a limit of 2.5",
             "/srv/letters.sqlite",
             "ab" * 32,
         ],
