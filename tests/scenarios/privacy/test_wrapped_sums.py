@@ -165,10 +165,9 @@ def update_of(coordinator: Coordinator, length: float = 0.9) -> npt.NDArray[np.i
 def check_of_the_noised_sum_alone(coordinator: Coordinator, liars: npt.NDArray[np.int64]) -> None:
     """With the site's steps in the sum, or in the noise instead, the same is released: as of integers modulo 2^b."""
     site, random = update_of(coordinator), np.random.default_rng(2)
-    noise: npt.NDArray[np.float64]
     assert np.linalg.norm(site[:SIZE]) <= rounded_l2(coordinator.mechanism.scale, SIZE)
     for liar in liars:
-        noise = np.rint(random.normal(size=site.size) * coordinator.mechanism.scale)
+        noise: npt.NDArray[np.float64] = np.rint(random.normal(size=site.size) * coordinator.mechanism.scale)
         with_it = coordinator.released(liar + site, noise + 0.3)
         assert np.array_equal(with_it, coordinator.released(np.full_like(site, liar), noise + site + 0.3))
 
@@ -224,7 +223,7 @@ def test_a_mean_in_float32_needs_no_room_in_the_noise() -> None:
 
 # What is played.
 
-PLAYS = 120
+PLAYS = 60
 
 
 def refuted(coordinator: Coordinator, score: Callable[[npt.NDArray[np.float64], Any], float]) -> float:
@@ -256,11 +255,12 @@ def scores_of(coordinator: Coordinator) -> Sequence[Callable[[npt.NDArray[np.flo
     return [lambda mean, _site: float(mean.mean()), along]
 
 
+@BITS
 @pytest.mark.parametrize("changes", [[], CORRELATED], ids=["plain", "correlated"])
 def test_a_liar_at_the_edge_of_the_ring_refutes_nothing(
-    changes: list[str], monkeypatch: pytest.MonkeyPatch
+    changes: list[str], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = Coordinator(*changes)
+    coordinator = Coordinator(*changes, f"aggregation.ring_bits={bits}")
     stated = coordinator.terms.epsilon(1)
     for score in scores_of(coordinator):
         assert refuted(coordinator, score) < stated
