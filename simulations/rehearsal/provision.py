@@ -8,7 +8,6 @@ a fingerprint, because the files pass no channel.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -59,26 +58,19 @@ def provision(settings: Provision, out: Path, now: datetime.datetime) -> Federat
     check_distinct("site.name", "site for each name", names)
     made: list[Federation] = []
 
-    def fill(folder: Path) -> None:
+    def fill(folder: Path) -> None:  # the folder is synced as a whole
         folder.chmod(0o700)
+        sites = {site.name: folder / "sites" / site.name for site in settings.site}
         (folder / "sites").mkdir(mode=0o700)
+        requests = [
+            make_request(sites[site.name], site.name, site.contact, now.date(), durable=False)[0]
+            for site in settings.site
+        ]
         terms = Terms.model_validate(settings.model_dump(exclude={"site"}))
-        sites = {folder / "sites" / site.name: site for site in settings.site}
-        made.append(enrol(folder / "coordinator", terms, sites, now))
+        federation = Registry.create(folder / "coordinator", terms, requests, now, durable=False).federation
+        for site in sites.values():
+            install(consider(site, federation, now), durable=False)
+        made.append(federation)
 
     write_folder(out, fill)
     return made[0]
-
-
-def enrol(
-    coordinator: Path, terms: Terms, sites: Mapping[Path, SiteSection], now: datetime.datetime
-) -> Federation:
-    """Make a federation's registry and the keys of all its sites, each in its folder; nothing is synced to disk."""
-    requests = [
-        make_request(folder, site.name, site.contact, now.date(), durable=False)[0]
-        for folder, site in sites.items()
-    ]
-    federation = Registry.create(coordinator, terms, requests, now, durable=False).federation
-    for folder in sites:
-        install(consider(folder, federation, now), durable=False)
-    return federation
