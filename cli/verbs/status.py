@@ -22,7 +22,7 @@ from cloister.protocol.errors import EngineError, RunFolderError
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --follow, --probe, --json."""
     parser.add_argument("path", metavar="PATH", help="the folder of a federation, or a site's TOML file")
-    parser.add_argument("--follow", action="store_true", help="show the present run until it has ended")
+    parser.add_argument("--follow", action="store_true", help="show the present run, or the last one, until it has ended")
     parser.add_argument(
         "--probe", action="store_true", help="print one line; the exit code is 1 if it is not well"
     )
@@ -50,11 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
         from cloister.cli.show.follow import follow
 
         running = [entry["run"] for entry in found["runs"] if entry["state"] in ("running", "waiting")]
-        if not running:
+        # A short run may have ended since it was submitted: then its outcome is what the person waits for.
+        submitted = [*running, *(entry["run"] for entry in reversed(found["runs"]))]
+        if not submitted:
             raise RunFolderError(
-                str(path), expected="a run that runs or waits", fix="submit one: cloister submit"
+                str(path), expected="a run that was submitted", fix="submit one: cloister submit"
             )
-        return follow(path, Path(running[0]), json_=arguments.json)
+        return follow(path, Path(submitted[0]), json_=arguments.json)
     if arguments.json:
         print(json.dumps(found))
     else:
