@@ -37,6 +37,7 @@ from cloister.lm.text.corpus import Corpus, check_corpus, corpus_records
 from cloister.lm.text.data import Prepared, Store, check_usable
 from cloister.lm.text.examples import sample_record
 from cloister.lm.text.records import Records, Unusable, read_each
+from cloister.lm.text.sources import overlap
 from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
@@ -449,24 +450,19 @@ def _check_public_sources(plan: Plan) -> None:
     """
     if plan.privacy.unit == "none":
         return
-    records = (_place(plan.simulation.source), plan.simulation.split)
+    records = plan.simulation
     for field, source, split in (
         ("public.source", plan.public.source, plan.public.split),
         ("server.evaluation", plan.server.evaluation, "train"),
     ):
-        if source and (_place(source), split) == records:
+        same = source.startswith("builtin:") or Path(source).expanduser().exists() or split == records.split
+        if source and same and overlap(source, records.source, field):
             raise PlanError(
                 field,
                 source,
-                expected="public records, and these are the records of the sites (simulation.source)",
+                expected="public records, and these are records of the sites (simulation.source)",
                 fix="name other records; server.evaluation may be simulation:public, which no site has",
             )
-
-
-def _place(source: str) -> str:
-    """A source by one name: a file or folder by its absolute path."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
 
 
 def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cloister.cli.options.shared_options import add_json, add_run
 from cloister.cli.verbs.export import check_new
-from cloister.cli.verbs.tokenizer import check_public, places
+from cloister.cli.verbs.tokenizer import check_public
+from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -150,8 +151,7 @@ def _distil(
 def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     """Check that text is not what the sites of a simulation with a privacy unit were given, as far as names show it.
 
-    A hub name is compared without its configuration and case, and a file also by its name alone, because a relative
-    path of the plan is one of the folder where the run was started. A copy under another name is not known.
+    A file is compared by its name alone too: a relative path of the plan is one of the folder where the run began.
 
     Raises:
         DataError: it is.
@@ -160,13 +160,12 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
 
     if plan.privacy.unit == "none" or not run_history(files).simulated:
         return
-    source = Path(plan.simulation.source).expanduser()
-    private = text.partition(":")[0].lower() == plan.simulation.source.partition(":")[0].lower()
-    if text.startswith("builtin:"):
-        private = text == plan.simulation.source
-    private |= Path(text).expanduser().exists() and any(
-        _of_sites(place, source, files) for place in places(Path(text), "--text")
-    )
+    file = Path(text).expanduser()
+    if file.resolve() == files.sites.public_records.resolve():
+        return
+    private = any(overlap(text, each, "--text") for each in (plan.simulation.source, str(files.sites.path)))
+    if file.exists():
+        private |= Path(plan.simulation.source).name in (place.name for place in places(file, "--text"))
     if private:
         raise DataError(
             "--text",
@@ -174,15 +173,6 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
             expected="public text: these are records of the sites, and a loss on them or a model that learns from them "
             "would be a release that no ledger was charged for",
         )
-
-
-def _of_sites(place: Path, source: Path, files: RunFiles) -> bool:
-    """Whether a file or folder is what the sites were given, is in it, or has it."""
-    if files.sites.public_records.resolve() == place.resolve():
-        return False
-    folders = (source.resolve(), files.sites.path.resolve())
-    around = any(place.is_relative_to(each) or each.is_relative_to(place) for each in folders)
-    return around or place.name == source.name
 
 
 def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tuple[Text, Text | None]:

@@ -6,16 +6,14 @@ Train a tokenizer for a model with fresh weights (model.tokenizer), or show one.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from cloister.cli.options.shared_options import add_action, add_json, tell
 from cloister.cli.verbs.export import check_new
+from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError
 
 
@@ -105,51 +103,6 @@ def check_public(file: Path, field: str) -> None:
     for place in places(file, field):
         if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
             raise DataError(field, str(file), expected="public text, and this is in a site's folder")
-
-
-def places(file: Path, field: str) -> Iterator[Path]:
-    """Where a file or folder is, and each file of the folder: by its name, and each link on the way to it.
-
-    Args:
-        file: As in `check_public`.
-        field: As in `check_public`.
-
-    Raises:
-        DataError: a link leads nowhere.
-    """
-    path = file.expanduser()
-    files = [path]
-    if path.is_dir():
-        with contextlib.suppress(PermissionError):  # what cannot be listed is not read either
-            files += [entry for entry in path.iterdir() if not entry.is_dir()]
-    for each in files:
-        yield each.absolute()
-        try:
-            yield from _hops(each)
-        except OSError as error:
-            raise DataError(field, str(each), expected=f"a file or folder ({error.strerror})") from error
-
-
-def _hops(path: Path) -> Iterator[Path]:
-    """Each link by which a path leads to its file, where it is, and then the file.
-
-    Raises:
-        OSError: there are more links than the system follows, as in a loop, or one cannot be read.
-    """
-    here, left, links = Path("/"), list(reversed(path.absolute().parts)), 0
-    while left:
-        # A link's target may have links and `..` in it, and `..` is of the folder where the links before it lead.
-        part = left.pop()
-        entry = here.parent if part == ".." else here / part
-        if not entry.is_symlink():
-            here = entry
-            continue
-        yield entry
-        links += 1
-        if links > 40:  # as Linux
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        left += reversed(entry.readlink().parts)
-    yield here
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ memory is free, which earlier chats have left behind. Here it sees its chat alon
 - a set is a sorted list, because its own order is random in each process;
 - an iterator is a list at once, and a function or method is a value without an address.
 
+Memory and time are not bounded: a template may multiply a text, and the template's reader has to see that it does not.
+
 Otherwise the text is that of `PreTrainedTokenizerBase.apply_chat_template`, with which tests compare it.
 """
 

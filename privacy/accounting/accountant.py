@@ -125,7 +125,7 @@ def spent(
     losses = _losses(listed, units[0] if units else "site", group)
     if adaptive and len({_mechanism(event) for event in set(listed)}) > 1:
         renyi = _rdp(losses, delta / len(ORDERS), ORDERS)
-        found = Spent(renyi, 2 * delta, "rdp", "mechanisms that differ are composed by Renyi divergences")
+        found = Spent(renyi, 2 * delta, "rdp", _DIFFERENT)
     else:
         found = _compose(losses, delta, accountant, points)
     if len(units) > 1:
@@ -397,6 +397,7 @@ def _whole_orders(*, sampled: bool) -> tuple[int, ...]:
     return tuple(sorted({*range(2, 64), *spread}))
 
 
+_DIFFERENT = "mechanisms that differ are composed by Renyi divergences, and hold at twice delta"
 _MOST_STEPS = 10**6  # after which a composition takes minutes
 _DEEPEST = 200_000  # intervals from 0 to epsilon
 _COMPOSED = 2**20  # points of the sum of all losses

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cloister.cli.main import main
 from cloister.cli.verbs.ledger import rounded_up
-from cloister.privacy.accounting.accountant import spent
+from cloister.privacy.accounting.accountant import over_runs, spent
 from cloister.privacy.ledger.ledger import Charge, Ledger
 from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, to_json
 from cloister.tests.parties.federation import verified
@@ -160,6 +160,20 @@ def test_show_prints_a_table(
     assert any(row[0] == "[lab]" for row in rows)  # as it is, not as markup
     assert verified(ledger).head in out
     assert "Ledger of site-1" in out
+
+
+def test_runs_whose_mechanisms_differ_are_shown_at_twice_delta(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.charge(charge(9, run="run-c", event=to_json([ROUND])), None)
+    _, ward = json.loads(ran(capsys, "show", str(ledger.path), "--json")[1])["datasets"]
+    events = [*[to_json([STEPS])] * 4, to_json([ROUND])]
+    assert (ward["epsilon"], ward["delta"]) == (over_runs(events, 1e-6).epsilon, 2e-6)
+    assert ward["epsilon"] > spent([*[STEPS] * 4, ROUND], 1e-6).epsilon
+    assert [run["delta"] for run in ward["runs"]] == [1e-6] * 3
+    monkeypatch.setenv("COLUMNS", "110")
+    shown = " ".join(ran(capsys, "show", str(ledger.path))[1].split())
+    assert "mechanisms that differ are composed by Renyi divergences, and hold at twice delta" in shown
 
 
 def test_show_of_an_empty_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

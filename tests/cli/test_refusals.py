@@ -22,6 +22,7 @@ from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import LineDisplay
 from cloister.cli.show.execution import execute
 from cloister.cli.verbs import generate
+from cloister.lm.text.sources import overlap
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.soundness import parse
@@ -62,22 +63,48 @@ def test_a_deployed_run_is_not_continued_as_a_simulation(
 
 
 @pytest.mark.parametrize("field", ["public.source", "server.evaluation"])
+@pytest.mark.parametrize(
+    ("source", "public", "split"),
+    [
+        ("{}/data/records.jsonl", "data/records.jsonl", "train"),
+        ("{}/data/records.jsonl", "data/records.jsonl", "test"),  # a file has no splits
+        ("{}/data", "data/records.jsonl", "train"),
+        ("data/records.jsonl", "{}/data", "train"),
+        ("data", "link.jsonl", "train"),
+        ("links", "data/records.jsonl", "train"),
+    ],
+)
 def test_records_of_sites_are_not_public_under_a_unit(
-    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    field: str,
+    source: str,
+    public: str,
+    split: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where one path is relative and the other is not."""
+    """Also where one path is relative and the other is not, where one has the other, and through links."""
     plan = tmp_path / "plan.toml"
     plan.write_text(TINY)
-    records = write_records(tmp_path / "records.jsonl")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "links").mkdir()
+    for link in (tmp_path / "link.jsonl", tmp_path / "links" / "link.jsonl"):
+        link.symlink_to(write_records(tmp_path / "data" / "records.jsonl"))
     monkeypatch.chdir(tmp_path)
-    fields = [*CENTRAL, f"simulation.source={records}", f"{field}=records.jsonl"]
+    source, public = source.format(tmp_path), public.format(tmp_path)
+    fields = [*CENTRAL, f"simulation.source={source}", f"{field}={public}", f"simulation.split={split}"]
     options = set_options(fields)
     code, _, err = ran(capsys, "simulate", str(plan), *options, "--out", str(tmp_path / "run"))
     assert code == 2
-    assert (
-        f"{field} is 'records.jsonl': expected public records, and these are the records of the sites" in err
-    )
+    assert f"{field} is {public!r}: expected public records, and these are records of the sites" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_data_set_is_the_same_one_in_another_configuration() -> None:
+    plan = parse(TINY, [*CENTRAL, "simulation.source=letters/ward", "public.source=Letters/ward:2024"])
+    with raises(PlanError, "public.source", says="these are records of the sites"):
+        federation.divided(plan)
+    assert not overlap("letters/wards", "letters/ward", "public.source")
 
 
 def test_a_simulation_is_not_continued_as_a_rehearsal(
