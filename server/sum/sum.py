@@ -115,6 +115,8 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
     last = failures + plan.cohort.attempts
     out = barred = _barred(party, wanted, cohort)  # not any more if too few are left
+    if failures:  # with one attempt in a process, a run would never get past this sum
+        out = barred.intersection(_asked(journal, wanted))
     doubted: set[str] = set()
     turns = 0  # that sites in complaints have had in this sum
     apart, dropped = False, ""
@@ -239,6 +241,14 @@ def _begin(
     attempt = party.journal.count(step, wanted.round) + 1
     party.journal.record(wanted.round, attempt, step, detail)
     return Entry(wanted.round, attempt, step, detail)
+
+
+def _asked(journal: Journal, wanted: Wanted) -> list[str]:
+    """The sites that the newest attempt at a sum has asked."""
+    begun = journal.newest(wanted.step(steps.BEGUN), wanted.round)
+    assert begun is not None, "an attempt is journaled before it can fail"
+    asked: list[str] = begun.detail["cohort"]
+    return asked
 
 
 def _begun(journal: Journal, wanted: Wanted) -> Entry | None:
