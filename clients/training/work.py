@@ -207,7 +207,7 @@ class Here:
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""
-        self.model.layout.scatter(weights, self.model.module)
+        self.trainer.weights.place(weights)
         return held_out(plan, self.model, self.device, sequences())
 
     def close(self) -> None:

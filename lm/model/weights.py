@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.passes import Direct, Forward, Passes
+from cloister.lm.model.writes import Loaded
 from cloister.protocol.messages.blocks import Span
 
 Named = list[tuple[str, nn.Parameter]]
@@ -82,13 +83,18 @@ class Weights:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
+        self._loaded = Loaded(model.module, model.written.difference(model.layout.names))
 
     def place(self, start: Vector) -> None:
-        """Copy the global model, float32 (layout.size,), into the parameters.
+        """Make the model what it is in a new process that is given the global model, float32 (layout.size,).
+
+        Each use of the model begins with this. Otherwise a process that has trained and one that has not would differ
+        by more than their records, in sums that must hide which of the two a site has.
 
         Raises:
             UpdateError: the vector does not have the model's layout.
         """
+        self._loaded.put_back()
         self._model.layout.scatter(start, self._model.module)
 
     def span(self, part: Layout) -> Span:

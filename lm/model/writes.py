@@ -89,11 +89,12 @@ class Kept:
     Args:
         module: The module, or a rank's part of it.
         names: Of parameters and buffers; those that the module does not have are ignored.
+        device: Where the bits are kept; None: where the tensors are.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str], device: torch.device | None = None) -> None:
         self._kept = [
-            (place, key, tensor, tensor.detach().clone())
+            (place, key, tensor, tensor.detach().to(device or tensor.device, copy=True))
             for prefix, owner in (module.named_modules() if names else ())
             for place in (owner._parameters, owner._buffers)
             for key, tensor in place.items()
@@ -107,6 +108,36 @@ class Kept:
             tensor.copy_(value)
             if place.get(key) is not tensor:
                 place[key] = tensor
+
+
+class Loaded:
+    """All that passes may change of a module that was loaded, besides what is trained, to put it back.
+
+    It has all buffers, the frozen parameters that passes may write to, and what the modules and their configurations
+    have as attributes: some types keep there a state, the longest sequence or the kind of attention. The bits are in
+    the CPU's memory.
+
+    Args:
+        module: The module, or a rank's part of it, with memory for its parameters.
+        frozen: The names of those parameters.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
+        names = {*frozen, *(name for name, _ in module.named_buffers())}
+        self._kept = Kept(module, names, torch.device("cpu"))
+        parts = list(module.modules())
+        configs = {
+            id(each): each for part in parts if hasattr(each := getattr(part, "config", None), "__dict__")
+        }
+        places = [each for part in parts for each in (vars(part), part._buffers, part._modules)]
+        self._attributes = [(place, dict(place)) for place in (*places, *map(vars, configs.values()))]
+
+    def put_back(self) -> None:
+        """Make the module what it was, but for the parameters that are trained."""
+        for place, before in self._attributes:
+            place.clear()
+            place.update(before)
+        self._kept.put_back()
 
 
 def names_of(module: nn.Module) -> frozenset[str]:

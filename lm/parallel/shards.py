@@ -168,7 +168,7 @@ class Shards(Weights):
     """
 
     def __init__(self, model: LanguageModel, ranks: DeviceMesh) -> None:
-        self._model = model
+        super().__init__(model)
         self._ranks = ranks
         self._rank = dist.get_rank()
         self._mesh = degrees(ranks)
@@ -259,6 +259,7 @@ class Shards(Weights):
         self._model.layout.check(start)
         for module in self._sharded:
             module.reshard()  # weights that were gathered for a forward pass are of the model before
+        self._loaded.put_back()
         for part in self._parts.values():
             if part.parameter is None:
                 continue

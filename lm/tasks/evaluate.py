@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Precision, losses_of_rows, summed_loss
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.confusion import Confusion, Counts
@@ -212,7 +212,7 @@ def _each_batch(
     training = module.training
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), seeded("evaluate", device=device):  # some types draw in evaluations too
             for begin in range(0, len(targets), batch_size):
                 scored = (targets[begin : begin + batch_size] != NOT_LEARNED).any(0)
                 width = int(np.flatnonzero(scored)[-1]) + 1 if trim else None

@@ -37,7 +37,6 @@ from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, MicroBatch
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
-from cloister.lm.model.writes import Kept
 from cloister.lm.tasks.evaluate import to_device
 from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.moments import Carry, Moments
@@ -89,14 +88,15 @@ class Bench:
         self.model = model
         self.device = device
         self.module = model.module.to(device)
-        self.weights = Weights(model)
-        if ranks is not None:
+        self.weights: Weights
+        if ranks is None:
+            self.weights = Weights(model)
+        else:
             from cloister.lm.parallel.shards import (
                 Shards,  # it takes a second to import, which one process saves
             )
 
             self.weights = Shards(model, ranks)
-        self._buffers = Kept(self.module, {name for name, _ in self.module.named_buffers()})
 
     def round(
         self,
@@ -124,7 +124,9 @@ class Bench:
         """
         local, layout, weights = self.plan.local, self.model.layout, self.weights
         torch.set_num_threads(local.threads)
-        self._reset(start)
+        weights.place(start)
+        self.module.zero_grad(set_to_none=True)
+        self.module.train()
         trained = weights.trained(part)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
         kept = None
@@ -149,13 +151,6 @@ class Bench:
         if kept is not None:
             kept.store(optimizer)
         return update, taken
-
-    def _reset(self, start: Vector) -> None:
-        """Put the module into the state that it would have in a new process that was given `start`."""
-        self.weights.place(start)
-        self._buffers.put_back()
-        self.module.zero_grad(set_to_none=True)
-        self.module.train()
 
 
 class Trainer:

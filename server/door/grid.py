@@ -324,5 +324,6 @@ def most_bytes_of(plan: Plan, parameters: int) -> int:
         plan: The plan.
         parameters: Trained parameters of its model.
     """
-    layout = Sums(plan, parameters).training
-    return max(layout.length * np.dtype(layout.ring.dtype).itemsize, CHUNK)
+    sums = Sums(plan, parameters)
+    layouts = [sums.training] if plan.server.evaluation else [sums.training, sums.evaluation]
+    return max(CHUNK, *(layout.length * np.dtype(layout.ring.dtype).itemsize for layout in layouts))

@@ -167,7 +167,8 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
 
 
 def _barred(party: Party, wanted: Wanted, cohort: Iterable[str]) -> set[str]:
-    """The sites that all attempts at a sum leave out because they were to blame for lost ones; none without complaints.
+    """The sites that attempts at a sum leave out because they were to blame for lost ones; none without complaints, and
+    none that the last attempt of an earlier process has left out too: it had too few sites.
 
     With shares that few can open, or as the site that stays in its turn, a liar that does not reveal could lose a round
     as often as it is asked. In a lap each site in complaints has one turn. A site that was to blame in s rounds is
@@ -180,7 +181,11 @@ def _barred(party: Party, wanted: Wanted, cohort: Iterable[str]) -> set[str]:
     blamed = {(each.step, each.round, site) for each in entries for site in each.detail.get("blamed", ())}
     rounds = Counter(site for _, _, site in blamed)
     lap = 1 + (1 + _sums_before(party, wanted, doubted)) // len(doubted)
-    return {site for site in could if lap % 2 ** rounds[site]}
+    begun, failed = (
+        party.journal.newest(wanted.step(step), wanted.round) for step in (steps.BEGUN, steps.FAILED)
+    )
+    asked = begun.detail["cohort"] if begun and failed else could
+    return {site for site in could if lap % 2 ** rounds[site] and site in asked}
 
 
 def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], out: set[str], turns: int) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.messages.messages import Contribution, Join, Reply, Request, Shares
 from cloister.server import run as run_module
 from cloister.server.record.folder import RunFolder
-from cloister.server.record.progress import RoundAbandoned, RoundDone, SiteFailed
+from cloister.server.record.progress import RoundAbandoned, RoundDone, RoundStarted, SiteFailed
 from cloister.server.round import round as round_module
 from cloister.server.run import run
 from cloister.server.sum.masked import Masked
@@ -116,6 +117,45 @@ def test_two_liars_do_not_lose_all_rounds_by_shares_that_few_can_open_and_silenc
         run(folder, federation.channel, events.append, roster=federation.roster)
     assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [1, 3]
     assert [event.round for event in events if isinstance(event, RoundDone)] == [2, 4]
+
+
+def test_a_site_that_was_to_blame_is_asked_if_an_earlier_process_had_too_few_without_it(
+    tmp_path: Path,
+) -> None:
+    """With one attempt in a process. A liar complains of an honest site, three sites lose power before they reveal, and
+    later two stay away: without the honest site there are too few."""
+    margins = ["aggregation.colluders=0.25", "aggregation.dropouts=0.25"]
+    federation = Federation(
+        tmp_path / "federation", tiny(*QUIET, *margins, "run.rounds=4", "cohort.attempts=1")
+    )
+    liar, honest, *_, unsteady, absent, gone = federation.names
+    assert federation.plan.quorum() == 6
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.site == liar and reply.sum.round == 1:
+            assert reply.statement is not None
+            statement = dataclasses.replace(reply.statement, complaints=(honest,))
+            return dataclasses.replace(reply, statement=resigned(federation, statement))
+        return reply
+
+    def down(site: str, step: str, request: Request) -> bool:
+        if isinstance(request, Join):
+            return False
+        if request.sum.round == 1:
+            return step == "unmask" and site in (unsteady, absent, gone)
+        return site in (absent, gone)
+
+    federation.channel.tamper, federation.channel.down = lie, down
+    RunFolder.create(tmp_path / "run", federation.plan).close()
+    events: list[object] = []
+    for field in ("rounds 1 to 1", "round 4", None):
+        with (
+            RunFolder.reopen(tmp_path / "run") as folder,
+            raises(QuorumError, field) if field else contextlib.nullcontext(),
+        ):
+            run(folder, federation.channel, events.append, roster=federation.roster)
+    asked = [honest in each.cohort for each in events if isinstance(each, RoundStarted) and each.round == 4]
+    assert asked == [False, True]
 
 
 def add_to_the_weight(federation: Federation, name: str, added: int) -> None:

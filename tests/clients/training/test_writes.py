@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, ReformerConfig
 
+from cloister.clients.ranks.resident import Resident
 from cloister.clients.training.dpsgd import PrivateTrainer, check_method
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.writes import names_of
 from cloister.lm.text.data import Sequences
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, PlanError
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.messages.messages import EVALUATE
+from cloister.protocol.plan.plan import MeshSection, Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.tests.parties.federation import TINY
+from cloister.tests.parties.federation import TINY, Federation, whole
 from cloister.tests.tools.command import ran
 from cloister.tests.tools.raises import raises
 
@@ -99,6 +105,91 @@ def test_a_unit_has_the_same_gradient_whatever_was_before_it() -> None:
     assert all(torch.equal(one, other) for one, other in zip(alone.gradients, after.gradients, strict=True))
     assert any(one.any() for one in alone.gradients)
     assert all(torch.equal(each, before[name]) for name, each in model.module.state_dict().items())
+
+
+@pytest.fixture
+def processes() -> Iterator[tuple[Resident, Resident]]:
+    """The memory of two processes of a site."""
+    both = Resident(), Resident()
+    yield both
+    for each in both:
+        each.close()
+
+
+def with_records(folder: Path, records: list[dict[str, str]]) -> list[str]:
+    """Settings of plans with these records, half of which sites hold out and evaluate on."""
+    path = folder / "records.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    return ["data.held_out=0.5", "server.evaluation=", f"simulation.source={path}"]
+
+
+CLAMPED = {**GEMMA_3N, "altup_coef_clip": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "settings", "mesh"),
+    [
+        pytest.param("ibert", IBERT, CLASSIFY, MeshSection(), id="buffers"),
+        pytest.param("gemma3n_text", CLAMPED, FFA, MeshSection(), id="frozen"),
+        pytest.param(
+            "gemma3n_text", CLAMPED, FFA, MeshSection(replicate=2), id="in ranks", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_an_evaluation_does_not_depend_on_whether_the_process_has_trained(
+    kind: str,
+    config: dict[str, Any],
+    settings: tuple[str, ...],
+    mesh: MeshSection,
+    tmp_path: Path,
+    processes: tuple[Resident, Resident],
+) -> None:
+    """Else a coordinator that leaves one site out of a round has its totals alone in the next evaluation's sum."""
+    data = with_records(tmp_path, [{"text": f"record {n}", "label": "ab"[n % 2]} for n in range(80)])
+    federation = Federation(tmp_path / "sites", plan_of(kind, config, *settings, *data, unit="none"))
+    trained, absent = (federation.joined(resident=each, mesh=mesh, secure=False) for each in processes)
+    with contextlib.suppress(AssertionError):  # of I-BERT: a training that fails leaves its traces too
+        trained.contribute(federation.request(model=federation.model * np.float32(50)))
+    first, second = (  # of two rounds: a site keeps what it has made for one
+        whole(site.contribute(federation.request(purpose=EVALUATE, number=number)))
+        for number, site in enumerate((trained, absent), 1)
+    )
+    assert np.array_equal(first, second)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 264, "hidden_size": 16, "num_attention_heads": 2, "is_decoder": True}
+BIG_BIRD = BigBirdConfig(
+    **SMALL, intermediate_size=32, num_hidden_layers=2, block_size=2, num_random_blocks=1
+)
+REFORMER = ReformerConfig(
+    **SMALL,
+    attention_head_size=8,
+    feed_forward_size=32,
+    axial_pos_embds=False,
+    attn_layers=["lsh", "lsh"],
+    lsh_attn_chunk_length=4,
+    num_buckets=4,
+    max_position_embeddings=32,
+)
+
+
+@pytest.mark.parametrize("config", [BIG_BIRD, REFORMER], ids=["attributes", "draws"])
+def test_an_evaluation_does_not_depend_on_earlier_ones(
+    config: PreTrainedConfig, tmp_path: Path, processes: tuple[Resident, Resident]
+) -> None:
+    """Big Bird changes to attention without blocks, for good, when it sees a short row, such as a prompt with a choice.
+    Reformer draws in evaluations too."""
+    auto: Any = AutoModelForCausalLM  # partly untyped
+    auto.from_config(config).save_pretrained(tmp_path / "model")
+    asked = ["data.format=prompt", 'data.choices=["yes","no"]', "data.sequence_length=32"]
+    model = [f"model.name={tmp_path / 'model'}", "model.tokenizer=bytes", "aggregation.secure=false"]
+    records = [{"prompt": "?" * (1 + n % 3), "completion": ("yes", "no")[n % 2]} for n in range(80)]
+    federation = Federation(tmp_path / "sites", parse("", [*model, *asked, *with_records(tmp_path, records)]))
+    site = federation.joined(resident=processes[0], secure=False)
+    first, second = (
+        whole(site.contribute(federation.request(purpose=EVALUATE, number=number))) for number in (1, 2)
+    )
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import ssl
@@ -15,11 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.aggregation.sums import Sums
+from cloister.lm.model.model import count_parameters
 from cloister.protocol.errors import EngineError
 from cloister.protocol.messages.messages import Contribute, Contribution, Failed, Join, Joined
 from cloister.protocol.messages.transfer import CHUNK, SMALL
+from cloister.protocol.plan.soundness import parse
 from cloister.server.door import sites as door_sites
 from cloister.server.door.door import Door
+from cloister.server.door.grid import most_bytes_of
 from cloister.server.federation.app import GridChannel
 from cloister.server.sum.channel import Failure
 from cloister.simulations.engines.process import return_freed_memory
@@ -54,6 +59,19 @@ def ask(channel: AtDoor, request: Any, deadline_s: float = WAIT_S) -> Any:
 
 def random_vector(chunks: float) -> Any:
     return np.frombuffer(os.urandom(4 * int(chunks * CHUNK / 4)), np.uint32)
+
+
+def test_totals_that_are_longer_than_an_update_arrive(tmp_path: Path) -> None:
+    """The confusion matrix of many classes has more cells than a small adapter has parameters."""
+    classes = json.dumps([f"class {number}" for number in range(256)])
+    adapter = ["model.adapter.scheme=ffa-lora", "model.adapter.rank=2"]
+    plan = parse("", ["data.task=classify", f"data.classes={classes}", *adapter])
+    sums = Sums(plan, count_parameters(plan).trained)
+    assert sums.evaluation.length > 2 * sums.training.length
+    site = Answering(vector=np.zeros(sums.evaluation.length, sums.evaluation.ring.dtype))
+    most = most_bytes_of(plan, sums.parameters)
+    with open_channel(tmp_path, most_bytes=most) as channel, connected(channel, site, tmp_path):
+        assert (ask(channel, contribute(MODEL)) == site.vector).all()
 
 
 def test_messages_and_vectors_arrive_as_they_were_sent(tmp_path: Path) -> None:
