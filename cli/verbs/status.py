@@ -22,7 +22,9 @@ from cloister.protocol.errors import EngineError, RunFolderError
 def options(parser: argparse.ArgumentParser) -> None:
     """PATH, --follow, --probe, --json."""
     parser.add_argument("path", metavar="PATH", help="the folder of a federation, or a site's TOML file")
-    parser.add_argument("--follow", action="store_true", help="show the present run, or the last one, until it has ended")
+    parser.add_argument(
+        "--follow", action="store_true", help="show the present run, or the last one, until it has ended"
+    )
     parser.add_argument(
         "--probe", action="store_true", help="print one line; the exit code is 1 if it is not well"
     )

@@ -118,7 +118,9 @@ def test_status_tells_of_the_coordinator_and_its_sites(
     found = told("status", str(rehearsed.federation))
     assert [entry["state"] for entry in found["runs"]] == ["done"]
     again = told("status", str(rehearsed.federation), "--follow")
-    assert again["params_sha256"] == rehearsed.outcome["params_sha256"], "a run that has ended has its outcome"
+    assert again["params_sha256"] == rehearsed.outcome["params_sha256"], (
+        "a run that has ended has its outcome"
+    )
     moved = found["now"]["Moved"]
     (started,) = [
         event for event in messages(rehearsed.files.path / "events.jsonl") if event["event"] == "Started"
