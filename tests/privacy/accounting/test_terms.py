@@ -156,14 +156,15 @@ def test_a_central_round_is_one_gaussian_of_the_plans_multiplier(adaptive: list[
     assert found.epsilon(7) == pytest.approx(gaussian_epsilon(2.5 / math.sqrt(7), found.delta), rel=1e-6)
 
 
-def test_the_central_noise_is_for_the_rounded_vectors() -> None:
+def test_the_central_noise_is_for_the_rounded_vectors_alone() -> None:
     z, sigma = 2.5, 2.0
     fixed, moving = (
         mechanism_for(CENTRAL, "privacy.noise_multiplier=2.5", *more) for more in ([], [ADAPTIVE])
     )
-    lifted = rounded_l2(fixed.scale, DIMENSION) / fixed.scale
-    assert fixed.deviation == pytest.approx(z * lifted, rel=1e-12)
-    assert moving.deviation == pytest.approx(lifted / math.sqrt(z**-2 - (2 * sigma) ** -2), rel=1e-12)
+    noised = 1 / math.sqrt(z**-2 - (2 * sigma) ** -2)
+    for mechanism, on_update in ((fixed, z), (moving, noised)):
+        lifted = rounded_l2(mechanism.scale, DIMENSION) / mechanism.scale
+        assert mechanism.deviation == pytest.approx(on_update * lifted, rel=1e-12)
     assert (fixed.count_step, fixed.count_deviation, fixed.variance) == (0, 0.0, 0.0)
     assert moving.count_deviation == sigma
     assert moving.count_step > 0
