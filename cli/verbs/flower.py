@@ -1,7 +1,7 @@
 """`cloister flower`: run a plan in a Flower federation that is there already.
 
 A bundle is Flower's app of one plan. It names the installed package and has no code of its own, so SuperLink and
-SuperNodes need cloister installed, and run only what their own people have installed.
+SuperNodes need cloister installed. Other accounts of the SuperLink may run other apps there: see docs/deployment.md.
 """
 
 from __future__ import annotations

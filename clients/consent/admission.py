@@ -275,7 +275,9 @@ class Admission:
 
 def consents_to(plan: Plan, config: SiteConfig, policy: Policy | None) -> Consents:
     """The consents of a site to a plan, of which its configuration or its policy may give the first."""
-    given = policy is not None and plan.family() in policy.families
+    # Only where noise of the site's own is fresh in each run: else two runs of a family could sum the same updates.
+    own = plan.privacy.unit != "none" and not plan.privacy.trusted_coordinator
+    given = policy is not None and own and plan.family() in policy.families
     return Consents(config.folder, config.name, plan.digest() if given else config.plan)
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.clients.state.kept import run_folder
+from cloister.clients.state.kept import run_folder, run_id
 from cloister.protocol.errors import SignatureError, StaleError
 from cloister.protocol.machine.storage import on_disk
 from cloister.protocol.messages.envelope import Envelope, seal, verified
 from cloister.protocol.messages.wire import Buffer
 
 _SERVED = "served"
-"""The file, in a run's folder, of the highest counter and the hash of its envelope."""
+"""The folder of a file for each run, of the highest counter and the hash of its envelope."""
 _MARK = struct.Struct(">Q32s")
 
 
@@ -39,7 +39,8 @@ class Guard:
     def admit(self, data: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Envelope:
         """Check a request's envelope, before anything of the request is decoded, and mark it as served.
 
-        A run that the site has not joined has no folder, and nothing is marked: a join changes nothing twice.
+        A run that the site has not joined has no folder, and nothing is marked: a join changes nothing twice. The mark
+        stays when the folder is removed.
 
         Args:
             data: The envelope.
@@ -55,9 +56,9 @@ class Guard:
         envelope = verified(data, bytes.fromhex(self.coordinator), self.site, frames)
         if sealed and not envelope.reply_key:
             raise SignatureError("key of the reply", expected="one, because others carry the reply")
-        folder = run_folder(self.state, envelope.run)
-        if folder.exists():
-            _advance(folder / _SERVED, envelope.counter, hashlib.sha256(data).digest())
+        mark = self.state / _SERVED / run_id(envelope.run)
+        if mark.exists() or run_folder(self.state, envelope.run).exists():
+            _advance(mark, envelope.counter, hashlib.sha256(data).digest())
         return envelope
 
     def sealed(self, envelope: Envelope, data: bytes, frames: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -78,6 +79,7 @@ def _advance(path: Path, counter: int, digest: bytes) -> None:
         StorageError: the disk refuses.
     """
     with on_disk(path):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

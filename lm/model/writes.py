@@ -115,7 +115,8 @@ class Loaded:
 
     It has all buffers, the frozen parameters that passes may write to, and what the modules and their configurations
     have as attributes: some types keep there a state, the longest sequence or the kind of attention. The bits are in
-    the CPU's memory.
+    the CPU's memory. What an attribute refers to is assumed not to be changed in place: a list, or a tensor that is no
+    buffer. No known type does so.
 
     Args:
         module: The module, or a rank's part of it, with memory for its parameters.

@@ -83,7 +83,7 @@ def spent(
     add up under a stop at a fixed bound (Feldman and Zrnic 2021, "Individual privacy accounting via a Renyi filter";
     Lecuyer 2021; Whitehouse et al. 2023, "Fully-adaptive composition in differential privacy"), and a union bound over
     the orders lets the better one be chosen afterwards. A ledger may begin with one mechanism and then take another,
-    so the two stops are united: **a limit over mechanisms that differ holds at twice its delta**.
+    so the two stops are united: **a limit over mechanisms that differ, for one unit, holds at twice its delta**.
 
     Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
     of them, a record before an owner before a site. Such a unit may change the term of a larger one from any vector of

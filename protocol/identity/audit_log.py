@@ -188,7 +188,9 @@ def read_lines(path: Path, noted: str = "") -> tuple[Line, ...]:
 
 
 def line_of(path: Path, number: int = 0) -> Line | None:
-    """A line of a log, which is read from its end; None where the log has no such line. The chain is not checked.
+    """A line of a log, found by bisection; None where the log has no such line. The chain is not checked.
+
+    It takes no lock, because the file only grows: who asks for old lines keeps nobody from writing.
 
     Args:
         path: The file.
@@ -201,23 +203,22 @@ def line_of(path: Path, number: int = 0) -> Line | None:
     if not path.exists():
         return None
     with on_disk(path), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
         size = file.seek(0, os.SEEK_END)
-        at = file.seek(max(0, size - _TAIL))
-        at, rest = at + max(0, file.read().rfind(b"\n")), b""  # what follows the last newline is torn
-        while at > 0:
-            at -= (size := min(at, _TAIL))
-            file.seek(at)
-            first, *whole = (file.read(size) + rest).split(b"\n")
-            for data in reversed([first, *whole] if at == 0 else whole):
-                line = _parsed(data + b"\n")
-                if line is None:
-                    raise AuditLogError(str(path), expected="an audit log: a line near its end is none")
-                if number in (0, line.number):
-                    return line
-                if line.number < number:
-                    return None
-            rest = first
+        start = file.seek(max(0, size - _TAIL))
+        end = start + file.read().rfind(b"\n") + 1  # what follows the last newline is torn
+        begin = 0  # the line lies in [begin, end), which whole lines fill
+        while begin < end:
+            middle = (begin + end) // 2
+            start = file.seek(max(begin, middle - _TAIL))
+            start += file.read(middle - start).rfind(b"\n") + 1
+            file.seek(start)
+            data = file.readline(_TAIL)
+            line = _parsed(data)
+            if line is None:
+                raise AuditLogError(str(path), expected=f"an audit log: the line at byte {start} is none")
+            if line.number == number or (not number and start + len(data) == end):
+                return line
+            begin, end = (start + len(data), end) if not number or line.number < number else (begin, start)
     return None
 
 

@@ -4,20 +4,24 @@ Each party says the head of its audit log to the other in a session, and keeps t
 says what it has kept, and the owner of the log must have that line. A folder that was restored from an older backup
 lacks it: its ledger and its marks may lack charges and answers of the time between.
 
-A head is said to parties that have proved who they are, and shows the number of lines. It binds nobody who lies: a
-party that forks its log on purpose can keep both.
+A head is said to parties that have proved who they are, and shows the number of lines. The hash is that of the line
+under a key of its own party: nobody else can test guesses of what the line tells. It binds nobody who lies: a party
+that forks its log on purpose can keep both.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from cloister.protocol.errors import RestoredError
-from cloister.protocol.identity.audit_log import FIRST, line_of
-from cloister.protocol.machine.storage import on_disk, write_bytes
+from cloister.protocol.identity.audit_log import FIRST, Line, line_of
+from cloister.protocol.machine.storage import on_disk, write_bytes, write_new
 
 COORDINATOR: Final = "coordinator"
 """The name under which a site keeps its coordinator's head."""
@@ -30,10 +34,12 @@ class Head:
     number: int
     """Its position, from 1; 0: the log is empty."""
     hash: str
-    """Its hash in the chain, in hex."""
+    """HMAC-SHA256 of its hash in the chain, in hex."""
 
 
 EMPTY: Final = Head(0, FIRST.hex())
+_KEY = "audit.key"
+"""The file of the key, beside the log."""
 
 
 class Heads:
@@ -56,7 +62,7 @@ class Heads:
             StorageError: it cannot be read.
         """
         line = None if self._log is None else line_of(self._log)
-        return EMPTY if line is None else Head(line.number, line.hash)
+        return EMPTY if line is None else self._head(line)
 
     def known(self, peer: str) -> Head:
         """What it has kept of another party; `EMPTY` if nothing, or what is there is damaged."""
@@ -89,13 +95,22 @@ class Heads:
         if self._log is None or head.number == 0:
             return
         line = line_of(self._log, head.number)
-        if line is None or line.hash != head.hash:
+        if line is None or self._head(line) != head:
             raise RestoredError(
                 "audit log",
                 f"{self.own().number} lines",
                 expected=f"line {head.number} as {peer} has seen it; the log is older, such as a restored backup",
                 fix=f"restore a newer copy of its folder; without one {peer} may remove the head that it keeps",
             )
+
+    def _head(self, line: Line) -> Head:
+        assert self._log is not None
+        path = self._log.with_name(_KEY)
+        if not path.exists():
+            write_new(path, os.urandom(32))
+        with on_disk(path):
+            key = path.read_bytes()
+        return Head(line.number, hmac.new(key, bytes.fromhex(line.hash), hashlib.sha256).hexdigest())
 
     def _file(self, peer: str) -> Path:
         assert self._folder is not None

@@ -12,9 +12,9 @@ authority yet, so whoever is between them can show a certificate and keys of its
    certificate that the site has seen, or that the door shows.
 
 Whoever is between has to choose its request and nonce towards the door before it learns the door's nonce (2), and its
-nonce towards the site before it learns the site's (4). So it cannot search for two exchanges with one code: each try
-succeeds with probability 2^-40, and each is another code that a person reads aloud. Refused: a short hash of keys
-alone, for which 2^40 keys can be tried in advance.
+nonce towards the site before it learns the site's (4). So it cannot search for two exchanges with one code: each
+exchange with the door is a try that succeeds with probability 2^-40, and the door answers few of them
+(`server/door/enrolments.py`). Refused: a short hash of keys alone, for which 2^40 keys can be tried in advance.
 """
 
 from __future__ import annotations

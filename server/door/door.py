@@ -506,9 +506,13 @@ class Door(Closing):
         proof, member = await self._challenge(hello, context)
         if not member:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        seen = Head(proof.seen.number, proof.seen.hash)
+        site, seen = (
+            self._sites.setdefault(hello.name, Site(hello.name)),
+            Head(proof.seen.number, proof.seen.hash),
+        )
+        site.rate.take()
         await self._disk(partial(self._heads.check, hello.name, seen))
-        return self._sites.setdefault(hello.name, Site(hello.name)), proof.key
+        return site, proof.key
 
     async def _challenge(self, hello: pb.Hello, context: Context) -> tuple[pb.Proof, bool]:
         """The proof of the key that a peer has, and whether it is that of the site whose name it says."""

@@ -33,6 +33,8 @@ _LONGEST_S = 24 * 3600.0
 """Seconds for which a request waits in all."""
 _BURST, _RATE = 20, 0.2
 """Commitments of an address that may come at once, and a second."""
+_ALL_BURST, _ALL_RATE = 200, 1.0
+"""Those of all addresses: each is a try to get the code that a site reads aloud."""
 _WRONG = 3
 """Wrong codes after which a request waits no longer."""
 _REMEMBERED = 1024
@@ -68,6 +70,7 @@ class Enrolments:
         """Commitments that no right request followed, since the door is open."""
         self._waiting: list[Waiting] = []
         """The oldest first."""
+        self._rate = Rate(_ALL_BURST, _ALL_RATE)
         self._rates: dict[str, Rate] = {}
         """By address."""
         self._commitments: dict[bytes, bool] = {}
@@ -89,6 +92,7 @@ class Enrolments:
         """
         _remember(self._rates, address, rate := self._rates.get(address) or Rate(_BURST, _RATE))
         rate.take()
+        self._rate.take()
         if len(commitment) != 32 or commitment in self._commitments:
             raise RosterError("commitment", commitment[:32].hex(), expected="a new one of 32 bytes each time")
         _remember(self._commitments, commitment, True)

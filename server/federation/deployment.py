@@ -72,9 +72,10 @@ def check_newest(files: RunFiles) -> None:
         begun = [
             (entry.round, entry.attempt) for entry in journal.entries() if f" {steps.BEGUN}" in entry.step
         ]
-    if created is None:
+    federation = Deployment.read(files).federation
+    if created is None or not federation:
         return
-    facts = list(facts_of(Path(Deployment.read(files).federation) / AUDIT_LOG, created.detail["run"]))
+    facts = list(facts_of(Path(federation) / AUDIT_LOG, created.detail["run"]))
     released = max(((fact.round, fact.attempt) for fact in facts if fact.what == "release"), default=(0, 0))
     if released > max(begun, default=(0, 0)):
         raise _older(

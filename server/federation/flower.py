@@ -97,7 +97,7 @@ def _folder(said: dict[str, str], registry: Registry) -> RunFolder:
         if not path.exists():
             break
     folder = RunFolder.create(path, plan)
-    Deployment(registry.federation.version, wait_s).write(folder)
+    Deployment(registry.federation.version, wait_s, str(registry.path.absolute())).write(folder)
     return folder
 
 

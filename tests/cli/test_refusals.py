@@ -410,6 +410,7 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "plan": ["check"],
         "site": ["request", "--name", "x", "--contact", "x"],
         "coordinator": ["show", "x"],
+        "flower": ["bundle", "x", "--out", "x"],
         "roster": ["show", "x"],
         "ledger": ["show", "x"],
         "tokenizer": ["show", "x", "x"],

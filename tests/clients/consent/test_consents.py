@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from cloister.cli.main import main
+from cloister.clients.consent.admission import consents_to
 from cloister.clients.consent.consents import Consents
+from cloister.clients.setup.config import read_config
 from cloister.clients.setup.templates import with_values
+from cloister.privacy.ledger.policy import load_policy
 from cloister.protocol.errors import CloisterError, ConsentError, PinnedError, PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.tests.parties.federation import SKELLAM, Federation, changed, tiny
@@ -213,6 +216,11 @@ def test_a_policy_consents_to_one_run_of_each_plan_of_a_family(
     assert refused(one, "second"), "one run of each plan"
     assert not refused(two, "second")
     assert refused(other, "third")
+    trusting = changed(two, "privacy", trusted_coordinator=True)
+    mine = load_policy(policy).model_copy(update={"families": (trusting.family(),)})
+    config = read_config(path)
+    assert not consents_to(trusting, config, mine).is_free(trusting.digest()), "no site would add noise"
+    assert consents_to(two, config, mine.model_copy(update={"families": (two.family(),)})).runs(two.digest())
     policy.write_text(f'families = ["{family}"]\n')
     with raises(PlanError, "policy of the site"):
         site.join(federation.join_request(other))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -167,6 +168,15 @@ def test_only_requests_that_come_later_or_again_are_served(site: Recorder) -> No
     third = signed(first, counter=2 * 2**32 + 1)
     assert told(site, third, first) == Joined("site-0"), "the first request after another start"
     assert len(site.asked) == 4
+
+
+def test_the_counter_outlives_the_folder_of_the_run(site: Recorder, tmp_path: Path) -> None:
+    frames = request()
+    first, second = signed(frames, counter=2**32 + 5), signed(frames, counter=2**32 + 6)
+    assert told(site, second, frames) == Joined("site-0")
+    shutil.rmtree(tmp_path / "runs")
+    assert isinstance(told(site, first, frames), Failed)
+    assert told(site, second, frames) == Joined("site-0")
 
 
 def test_the_counter_outlives_the_process(tmp_path: Path) -> None:

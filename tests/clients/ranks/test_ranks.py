@@ -184,9 +184,9 @@ def test_defect_of_a_rank_is_one_line_and_its_traceback_is_in_the_log(
         f"rank 1 of 2 on cpu: expected an answer, but it raised RuntimeError: two lines; see {folder / 'log'}"
     )
     events.next()
-    told = log.read_bytes()[before:].decode()
-    assert told.count("Traceback") == 1
-    assert told.endswith("RuntimeError: two\n  lines\n")
+    told = log.read_bytes()[before:].decode()  # the other rank may still tell that its peer is gone
+    assert "Traceback" in told
+    assert "RuntimeError: two\n  lines\n" in told
 
 
 def test_error_for_a_user_keeps_its_class_and_text(ranks: Ranks[Any, Any]) -> None:

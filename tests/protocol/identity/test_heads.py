@@ -71,13 +71,29 @@ def test_a_head_is_kept_and_is_never_that_of_a_shorter_log(tmp_path: Path) -> No
 
 
 def test_a_log_must_have_what_was_seen_of_it(log: Path) -> None:
-    heads, lines = Heads(log), read_lines(log)
-    assert heads.own() == Head(300, lines[-1].hash)
-    for line in (lines[0], lines[150], lines[-1]):
-        heads.check("north", Head(line.number, line.hash))
-    heads.check("north", EMPTY)
-    for head in (Head(301, lines[0].hash), Head(12, lines[12].hash), Head(2**63, "")):
+    heads, seen = Heads(log), [EMPTY]
+    for _ in range(3):
+        seen.append(heads.own())
+        AuditLog(log).record(Fact("join", "run", "plan"))
+    assert [head.number for head in seen] == [0, 300, 301, 302]
+    for head in seen:
+        heads.check("north", head)
+    for head in (Head(304, seen[-1].hash), Head(12, seen[1].hash), Head(2**63, ""), Head(302, seen[2].hash)):
         with raises(RestoredError, "audit log"):
             heads.check("north", head)
+
+
+def test_a_head_says_nothing_of_its_line_to_who_has_not_the_key(log: Path, tmp_path: Path) -> None:
+    """A line may tell what a site has spent elsewhere, which others could guess and test."""
+    heads, line = Heads(log), read_lines(log)[-1]
+    assert heads.own().hash != line.hash
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / log.name).write_bytes(log.read_bytes())
+    assert Heads(copy / log.name).own() != heads.own()
+    assert heads.own() == Heads(log).own(), "the key is kept"
+
+
+def test_nothing_is_checked_without_a_log() -> None:
     NO_HEADS.check("north", Head(1, ""))
     assert NO_HEADS.own() == NO_HEADS.known("north") == EMPTY

@@ -484,12 +484,22 @@ def test_an_address_has_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_all_addresses_together_begin_few_enrolments() -> None:
+    """Each commitment that is answered is a try to get a code that somebody else reads aloud."""
+    door = enrolments.Enrolments()
+    for number in range(enrolments._ALL_BURST):
+        door.commit(number.to_bytes(32), f"2001:db8:{number:x}::/64")
+    with raises(DoorError, "messages"):
+        door.commit(bytes([1] * 32), "192.0.2.1")
+
+
 def test_a_flood_of_enrolments_disturbs_no_member_and_costs_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that say nothing, on all connections that strangers may have, and exchanges that come to nothing."""
     monkeypatch.setattr(enrolments, "_REMEMBERED", 100)
     monkeypatch.setattr(enrolments, "_BURST", 2**20)
+    monkeypatch.setattr(enrolments, "_ALL_BURST", 2**20)
     federation = federation_of({name: identity_of(name) for name in NAMES})
     with (
         Door(lambda: CERTIFICATE, lambda: federation, "0.0.0.0:0") as door,
