@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -374,7 +374,11 @@ def _renew(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     before = registry.federation
     renewed = registry.renew(renewal, datetime.datetime.now(datetime.UTC))
-    return _told(renewed, before if renewed.federation != before else None, arguments)
+    if renewed.federation == before:
+        return _told(
+            renewed, None, arguments, ("  nothing: sites see the new certificate with their next connection",)
+        )
+    return _told(renewed, before, arguments)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -445,8 +449,13 @@ def _published(registry: Registry, following: Federation, arguments: argparse.Na
     return _told(published, registry.federation, arguments)
 
 
-def _told(registry: Registry, before: Federation | None, arguments: argparse.Namespace) -> int:
-    """Print a version, what is new in it, and what to do next."""
+def _told(
+    registry: Registry,
+    before: Federation | None,
+    arguments: argparse.Namespace,
+    following: Sequence[str] = (),
+) -> int:
+    """Print a version, what is new in it, and what to do next, unless another list says that."""
     federation = registry.federation
     changes = federation.changes_since(before) if before else ()
     until = {name: registry.certificate(name).not_valid_after_utc for name in ("authority", "door")}
@@ -465,5 +474,5 @@ def _told(registry: Registry, before: Federation | None, arguments: argparse.Nam
         f"file         {registry.file}",
         f"{fingerprint_line(federation.fingerprint)}\n",
         "next:",
-        *(_NEXT if federation.sites else _FIRST),
+        *(following or (_NEXT if federation.sites else _FIRST)),
     )

@@ -71,8 +71,6 @@ def _bundle(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     if arguments.wait < 0:
         raise EngineError("--wait", arguments.wait, expected="0 or more seconds")
-    if arguments.sites is None:
-        arguments.sites = len(registry.federation.sites)
     plan = chosen_plan(arguments)
     check_deployable(plan, registry.federation)
     check_carried(plan)

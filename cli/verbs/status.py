@@ -107,13 +107,15 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
     """Show or probe a site by the file that its process writes."""
     from cloister.clients.checks.heartbeat import DEAD_S, UNHEARD_S, heartbeat_path
     from cloister.clients.setup.config import read_config
+    from cloister.protocol.machine.storage import is_locked
 
-    file = heartbeat_path(read_config(path))
+    config = read_config(path)
+    file = heartbeat_path(config)
     try:
         seen, age = json.loads(file.read_bytes()), time.time() - file.stat().st_mtime
     except (OSError, ValueError):
         seen, age = None, 0.0
-    if seen is None:
+    if seen is None or not is_locked(config.folder / "lock"):
         problem = "its process does not run"
     elif age > DEAD_S:
         problem = f"its process has written no heartbeat for {age:.0f} s"

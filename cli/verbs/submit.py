@@ -55,8 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         path = Path(arguments.again).absolute()
         check_newest(RunFiles(path))
     else:
-        if arguments.sites is None:
-            arguments.sites = len(registry.federation.sites)
         plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
         check_deployable(plan, registry.federation)
         path = folder_for(arguments.out, federation / "runs", plan.run.name).absolute()
@@ -81,6 +79,9 @@ def _joined(arguments: argparse.Namespace, path: Path, wait_s: float, earlier: i
     federation = Path(arguments.to)
     how = f"cloister status {shlex.quote(str(federation))} --follow"
     lines = [f"submitted  {path}", f"follow it  {how}"]
+    if not arguments.json:  # the sites may take minutes to come
+        print(*lines, sep="\n", flush=True)
+        lines = []
     (found,) = command(federation, do="status")
     for entry in found["runs"]:
         if entry["state"] == "running" and entry["run"] != str(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -14,7 +15,8 @@ from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.events import Event, from_json, to_json
-from cloister.protocol.errors import BudgetError, PlanError, PolicyError, StaleError
+from cloister.protocol.errors import BudgetError, LedgerError, PlanError, PolicyError, StaleError
+from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.plan.plan import Plan
 
 
@@ -71,6 +73,7 @@ class Spending:
 
         def check_run(entries: tuple[Entry, ...]) -> None:
             """Check the plan's bounds on one run, which hold for every request of the coordinator."""
+            self._check_newest(entries)
             earlier = [entry.charge for entry in entries if entry.charge.run == run]
             self._check_pattern(plan, round_number, {charge.round for charge in earlier})
             before = [event for charge in earlier for event in from_json(charge.event)]
@@ -85,7 +88,12 @@ class Spending:
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)
             self._shared.pay(run, round_number, self._config.name, times, events)
-        return self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
+        entry = self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
+        heads = self._heads() | {str(self._path.absolute()): entry.hash.hex()}
+        write_bytes(
+            self._head_file, json.dumps(heads).encode(), durable=False
+        )  # after a power cut less is found
+        return entry
 
     def check_paid(self, run: str, round_number: int) -> None:
         """In a simulation with a ledger over runs, check that it still has the charge of a kept update.
@@ -116,9 +124,36 @@ class Spending:
         history = History(())
         if self._path.exists():
             history = read_history(self._path).of_owner(self._config.name)
+        self._check_newest(history.entries)
         paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
         coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
         return composed([*history.events(self._dataset), *coming], delta or terms.delta)
+
+    def _check_newest(self, entries: Sequence[Entry]) -> None:
+        """Check that the ledger has the last charge that the site has made in it.
+
+        Raises:
+            LedgerError: it is lost, or older, such as a restored backup.
+        """
+        head = self._heads().get(str(self._path.absolute()))
+        if head is not None and all(entry.hash.hex() != head for entry in entries):
+            raise LedgerError(
+                str(self._path),
+                f"{len(entries)} charges",
+                expected=f"the charge with the hash {head}, which this site has made in it",
+                fix=f"restore its newest copy; if it is lost, so is what was spent: remove {self._head_file} to go on",
+            )
+
+    def _heads(self) -> dict[str, str]:
+        """The hash of the last charge by the path of the ledger; none where the file is missing or damaged."""
+        try:
+            return dict(json.loads(self._head_file.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    @property
+    def _head_file(self) -> Path:
+        return self._config.folder / "ledger-heads.json"
 
     def _check_pattern(self, plan: Plan, round_number: int, charged: Set[int]) -> None:
         """Check that a round keeps to the pattern for which correlated noise protects the site.

@@ -217,6 +217,18 @@ def lock(path: Path, expected: str) -> IO[bytes]:
     return file
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process has a file locked by `lock`; without waiting, and without a change."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def disk_refusal(path: Path, error: Exception) -> StorageError:
     """The error for a disk that refuses to write at `path`."""
     reason = getattr(error, "strerror", None) or str(error)

@@ -73,7 +73,7 @@ def check_size(roster: Roster, plan: Plan) -> None:
             "roster",
             f"{sites} sites",
             expected=f"{plan.cohort.sites} sites, as cohort.sites of the plan",
-            fix=f"set cohort.sites = {sites} in the plan, or agree on a roster of {plan.cohort.sites} sites",
+            fix=f"set cohort.sites = {sites} in the plan (--sites), or install the newest version of the federation",
         )
 
 

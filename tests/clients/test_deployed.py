@@ -24,6 +24,7 @@ from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog, Fact
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.heads import COORDINATOR, Heads
+from cloister.protocol.machine.storage import lock
 from cloister.protocol.messages.messages import Joined
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.registry import Registry, Renewal, Terms
@@ -143,9 +144,13 @@ def test_a_coordinator_that_is_silent_for_minutes_is_a_problem(
     (parties.folder / "state").mkdir()
     heartbeat = parties.folder / "state" / "heartbeat.json"
     heartbeat.write_text(json.dumps(seen))
-    probe("")
-    heartbeat.write_text(json.dumps(seen | {"contact_s": 181.0}))
-    probe("has not been heard for 181 s")
+    with lock(parties.folder / "state" / "lock", "the site's process"):
+        probe("")
+        heartbeat.write_text(json.dumps(seen | {"contact_s": 181.0}))
+        probe("has not been heard for 181 s")
+        heartbeat.write_text(json.dumps(seen))
+        probe("")
+    probe("does not run")  # it was killed, and its last heartbeat is there
 
 
 @pytest.mark.parametrize("restored", ["site", "coordinator", "both", "forked"])
