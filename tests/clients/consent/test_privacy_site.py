@@ -38,6 +38,7 @@ from cloister.protocol.errors import (
     CloisterError,
     ConsentError,
     EngineError,
+    LedgerError,
     PinnedError,
     PlanError,
     PolicyError,
@@ -440,6 +441,33 @@ def test_what_other_runs_have_spent_counts_and_does_not_travel(federate: Federat
     assert federation.entries() == spent
     # A run that it has begun is not counted twice: what it was charged for is part of the run.
     federation.joined(policy=greatest(federation, 3))
+
+
+@pytest.mark.usefixtures("before_masks")
+def test_a_ledger_that_is_lost_or_older_is_found(federate: Federate) -> None:
+    """Else the budget of the site's data would begin anew."""
+    federation = federate(RECORD)
+    site = federation.joined(policy=greatest(federation, 3))
+    ledger = Path(site.config.ledger)
+    site.contribute(asked(federation, number=1))
+    older = ledger.read_bytes()
+    site.contribute(asked(federation, number=2))
+    newest = ledger.read_bytes()
+    for content in (older, None):
+        ledger.unlink()
+        if content:
+            ledger.write_bytes(content)
+        with raises(LedgerError, ledger):
+            site.contribute(asked(federation, number=3))
+        with raises(LedgerError, ledger):
+            site.join(federation.join_request())
+    ledger.write_bytes(newest)
+    site.contribute(asked(federation, number=3))
+    # Another ledger is of other data, and the person who decides can go on without the lost one.
+    federation.site(ledger=str(ledger.with_name("other.sqlite"))).contribute(asked(federation, number=3))
+    ledger.unlink()
+    (site.config.folder / "ledger-heads.json").unlink()
+    site.contribute(asked(federation, number=3))
 
 
 DEMANDS = [
