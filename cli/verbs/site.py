@@ -447,7 +447,7 @@ def _install(arguments: argparse.Namespace) -> int:
     if federation.version < newest:
         told_by = f"cloister coordinator show FEDERATION --version {federation.version}"
         origin = f"version {federation.version} (the newest is {newest}), which the coordinator has sent"
-        fix = f"ask the coordinator for the fingerprint of this version: {told_by}"
+        fix = f"ask the coordinator for the fingerprint of this version: {told_by}; do not go on if it is another"
         after = [f"next         version {federation.version + 1} of {newest} waits: run it again"]
     offer, installed = _agreed(folder, federation, told, origin, fix, quiet=bool(arguments.json))
     facts = version_facts(federation, offer.changes) | {"installed": str(installed), "newest": newest}

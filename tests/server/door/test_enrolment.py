@@ -81,9 +81,7 @@ class Open:
         certificate = CERTIFICATE if authority is AUTHORITY else authority.server()
         self.versions: dict[int, Federation] = {}
         """Earlier ones, by their number."""
-        self.door = Door(
-            lambda: certificate, lambda: self.newest, bind, version=lambda at: self.versions.get(at)
-        )
+        self.door = Door(lambda: certificate, lambda: self.newest, bind, version=self._version)
         self.address = f"127.0.0.1:{self.door.address.rpartition(':')[2]}"
 
     def __enter__(self) -> Open:
@@ -91,6 +89,11 @@ class Open:
 
     def __exit__(self, *_: object) -> None:
         self.door.close()
+
+    def _version(self, number: int) -> Federation | None:
+        """An earlier version; a door asks for no other, as `Registry.version` has none."""
+        assert 1 <= number < self.newest.version
+        return self.versions.get(number)
 
     def approve(self, name: str, code: str) -> None:
         """What `cloister coordinator approve` does."""
