@@ -60,7 +60,7 @@ def typed_in(prompt: str) -> str:
         raise KeyboardInterrupt from None
 
 
-def check(given: bytes, actual: bytes, what: str) -> None:
+def check(given: bytes, actual: bytes, what: str, fix: str = FIX) -> None:
     """Check that what a person was told is the fingerprint of the file.
 
     Raises:
@@ -70,5 +70,5 @@ def check(given: bytes, actual: bytes, what: str) -> None:
 
     if not same(given, actual):
         raise RosterError(
-            f"fingerprint of {what}", shown(actual), expected=f"{shown(given)}, which was given", fix=FIX
+            f"fingerprint of {what}", shown(actual), expected=f"{shown(given)}, which was given", fix=fix
         )

@@ -112,6 +112,7 @@ def _add_changes(actions: Actions) -> None:
     )
     _add_certificate(renew)
     show = add_action(actions, _show)
+    show.add_argument("--version", type=int, metavar="N", help="an earlier version (default: the newest)")
     for action in (remove, revoke):
         action.add_argument("site", metavar="SITE", help="name of the site")
     for action in (remove, revoke, renew, show):
@@ -382,13 +383,17 @@ def _renew(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Print the newest version and its fingerprint.
+    """Print the newest version, or an earlier one, and its fingerprint.
 
-    Print the sites, address, certificates and the fingerprint of the newest version.
+    Print the sites, address, certificates and the fingerprint of a version. A site that missed some installs each one,
+    in their order, with its own fingerprint.
     """
     from cloister.server.federation.registry import Registry
 
-    return _told(Registry.open(Path(arguments.federation)), None, arguments)
+    registry = Registry.open(Path(arguments.federation))
+    if arguments.version is not None:
+        registry = Registry(registry.path, registry.version(arguments.version))
+    return _told(registry, None, arguments)
 
 
 def _given(arguments: argparse.Namespace, section: type[S], name: str) -> S:

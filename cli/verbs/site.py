@@ -25,8 +25,8 @@ from cloister.cli.options.shared_options import (
     chosen_plan,
     tell,
 )
-from cloister.cli.show.agreement import asked, check, fingerprint_line, version_facts
-from cloister.protocol.errors import CloisterError, DataError, PlanError, RosterError, one_line
+from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, version_facts
+from cloister.protocol.errors import CloisterError, DataError, MemberError, PlanError, RosterError, one_line
 
 if TYPE_CHECKING:
     from cloister.cli.options.shared_options import Actions
@@ -69,7 +69,7 @@ def _add_setup(actions: Actions) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="the file of the federation (default: the newest version, which the coordinator sends)",
+        help="the file of the federation (default: the next version, which the coordinator sends)",
     )
     rotate = add_action(actions, _rotate)
     for action in (join, install):
@@ -426,9 +426,10 @@ def _requested(arguments: argparse.Namespace, request: Request, path: Path, *mad
 def _install(arguments: argparse.Namespace) -> int:
     """Install a version of the federation.
 
-    Install the version in a file; without one, the newest version, for which the coordinator is asked. Show what it
-    changes, compare its fingerprint with the one that the coordinator told you, and install it. Without --fingerprint
-    it is asked for. Runs that have begun go on with the version that was installed when they began.
+    Install the version in a file; without one, the version after the installed one, for which the coordinator is
+    asked. Show what it changes, compare its fingerprint with the one that the coordinator told you, and install it.
+    Without --fingerprint it is asked for. Runs that have begun go on with the version that was installed when they
+    began.
     """
     from cloister.clients.setup.config import read_config
     from cloister.protocol.identity import fingerprint
@@ -439,41 +440,64 @@ def _install(arguments: argparse.Namespace) -> int:
     folder, origin = Path(arguments.folder), arguments.file or "what the coordinator has sent"
     if arguments.file:
         federation = Federation.from_toml(read_document(Path(origin), "federation"), origin)
+        newest = federation.version
     else:
-        federation = _newest(read_config(folder / "site.toml"))
-    offer, installed = _agreed(folder, federation, told, origin, quiet=bool(arguments.json))
-    facts = version_facts(federation, offer.changes) | {"installed": str(installed)}
-    return tell(arguments, facts, f"\ninstalled    {installed}")
+        federation, newest = _following(read_config(folder / "site.toml"))
+    fix, after = FIX, []
+    if federation.version < newest:
+        told_by = f"cloister coordinator show FEDERATION --version {federation.version}"
+        origin = f"version {federation.version} (the newest is {newest}), which the coordinator has sent"
+        fix = f"ask the coordinator for the fingerprint of this version: {told_by}; do not go on if it is another"
+        after = [f"next         version {federation.version + 1} of {newest} waits: run it again"]
+    offer, installed = _agreed(folder, federation, told, origin, fix, quiet=bool(arguments.json))
+    facts = version_facts(federation, offer.changes) | {"installed": str(installed), "newest": newest}
+    return tell(arguments, facts, f"\ninstalled    {installed}", *after)
 
 
-def _newest(config: SiteConfig) -> Federation:
-    """The newest version, from the coordinator of the installed one."""
-    from cloister.clients.network.enrol import newest
-    from cloister.clients.setup.enrolment import read_installed
-    from cloister.protocol.identity.roster import load_identity
+def _following(config: SiteConfig) -> tuple[Federation, int]:
+    """The version after the installed one, from its coordinator, and the number of the newest.
 
-    installed = read_installed(config)
-    found = installed and newest(installed.entrance, config.name, load_identity(Path(config.identity)))
-    if found is None:
-        raise RosterError(
-            "FILE", expected="the file of the federation, because this site is in none yet that it could ask"
-        )
-    return found
+    After a rotation was approved, the coordinator knows the site by its new key only, which is not installed yet.
+    """
+    from cloister.clients.network.enrol import following
+    from cloister.clients.setup.enrolment import identities, read_installed
+
+    installed, refusals = read_installed(config), list[CloisterError]()
+    none = RosterError(
+        "FILE", expected="the file of the federation, because this site is in none yet that it could ask"
+    )
+    if installed is None:
+        raise none
+    for identity in identities(config):
+        try:
+            found = following(installed.entrance, config.name, identity, installed.version)
+        except MemberError as error:
+            refusals.append(error)
+        else:
+            if found is not None:
+                return found
+    raise (refusals or [none])[0]
 
 
 def _agreed(
-    folder: Path, federation: Federation, told: bytes | None, origin: str, *, quiet: bool = False
+    folder: Path,
+    federation: Federation,
+    told: bytes | None,
+    origin: str,
+    fix: str = FIX,
+    *,
+    quiet: bool = False,
 ) -> tuple[Offer, Path]:
     """Show a version, and install it if its fingerprint is the one that the person was told, or is asked for."""
     from cloister.clients.setup.enrolment import consider, install
 
     if told is not None:
-        check(told, federation.fingerprint, origin)
+        check(told, federation.fingerprint, origin, fix)
     offer = consider(folder, federation, datetime.datetime.now(datetime.UTC))
     if not quiet:
         _show(offer)
     if told is None:
-        check(asked("the coordinator"), federation.fingerprint, origin)
+        check(asked("the coordinator"), federation.fingerprint, origin, fix)
     return offer, install(offer)
 
 

@@ -92,12 +92,21 @@ def enrol(address: str, request: Request) -> Enrolment:
 
 
 def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federation | None:
-    """The newest version of the federation, if the site is in it; None while its request waits.
+    """The newest version of the federation, as `following` gets it; None while the site's request waits."""
+    found = following(entrance, name, identity, 0)
+    return found[0] if found else None
+
+
+def following(
+    entrance: Entrance, name: str, identity: Ed25519PrivateKey, installed: int
+) -> tuple[Federation, int] | None:
+    """The version after the one that a site has, and the number of the newest; None while its request waits.
 
     Args:
         entrance: The federation.
         name: The site's name.
-        identity: Its key.
+        identity: Its key, which the newest version has.
+        installed: The version that it has; 0, or one that has no next: the newest is sent.
 
     Raises:
         UntrustedError: the server has no certificate of the authority.
@@ -107,11 +116,11 @@ def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federa
     """
     nonce, public = os.urandom(NONCE), identity.public_key().public_bytes_raw()
     with enrolling(entrance, STALL_S) as call:
-        call.say(hello=pb.Hello(version=VERSION, name=name, nonce=nonce))
+        call.say(hello=pb.Hello(version=VERSION, name=name, nonce=nonce, installed=installed))
         nonces = Nonces(nonce, call.hear("challenge").challenge.nonce)
         call.say(proof=pb.Proof(key=public, signature=prove(identity, name, entrance, nonces)))
         said = call.hear("waiting", "document")
-        parts = b""
+        parts, last = b"", said.newest
         while said.WhichOneof("said") == "document":
             parts += said.document
             if len(parts) > LONGEST:
@@ -127,7 +136,7 @@ def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federa
             expected=f"{entrance.federation}, with the authority of the code",
             fix="do not install it: ask the coordinator",
         )
-    return federation
+    return federation, last
 
 
 def wait_for_approval(

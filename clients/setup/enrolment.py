@@ -19,8 +19,11 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.setup.templates import new_policy, new_settings, with_values
@@ -231,6 +234,18 @@ def install(offer: Offer, *, durable: bool = True) -> Path:
     if changed != text:
         write_bytes(settings, changed.encode(), durable=durable)
     return folder / relative / "federation.toml"
+
+
+def identities(config: SiteConfig) -> Iterator[Ed25519PrivateKey]:
+    """The keys that the coordinator may know the site by: the installed one, then that of a rotation that was made.
+
+    Raises:
+        RosterError: a key is missing or damaged, or can be read by others.
+    """
+    path = Path(config.identity)
+    yield load_identity(path)
+    if _next(path).exists():
+        yield load_identity(_next(path))
 
 
 def read_installed(config: SiteConfig) -> Federation | None:

@@ -23,7 +23,7 @@ class FromSite(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., reply: _Optional[_Union[Letter, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., reveal: _Optional[_Union[Reveal, _Mapping]] = ...) -> None: ...
 
 class ToSite(_message.Message):
-    __slots__ = ("challenge", "welcome", "request", "taken", "alive", "over", "founded", "waiting", "document")
+    __slots__ = ("challenge", "welcome", "request", "taken", "alive", "over", "founded", "waiting", "document", "newest")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class ToSite(_message.Message):
     FOUNDED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     challenge: Challenge
     welcome: Welcome
     request: Letter
@@ -42,7 +43,8 @@ class ToSite(_message.Message):
     founded: Founded
     waiting: Waiting
     document: bytes
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., founded: _Optional[_Union[Founded, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., document: _Optional[bytes] = ...) -> None: ...
+    newest: int
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., request: _Optional[_Union[Letter, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., founded: _Optional[_Union[Founded, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., document: _Optional[bytes] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("version", "commitment")
@@ -77,14 +79,16 @@ class Waiting(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "name", "nonce")
+    __slots__ = ("version", "name", "nonce", "installed")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    INSTALLED_FIELD_NUMBER: _ClassVar[int]
     version: str
     name: str
     nonce: bytes
-    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    installed: int
+    def __init__(self, version: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., installed: _Optional[int] = ...) -> None: ...
 
 class Challenge(_message.Message):
     __slots__ = ("nonce",)

@@ -166,6 +166,7 @@ class Door(Closing):
         federation: Returns the newest version of the federation; asked at each session.
         bind: HOST:PORT on which the server listens; port 0: any.
         heads: The coordinator's audit log, and what it keeps of the sites'.
+        version: Returns an earlier version, or None; asked for a site that has not installed it.
 
     Raises:
         EngineError: the server cannot listen there.
@@ -177,6 +178,7 @@ class Door(Closing):
         federation: Callable[[], Federation],
         bind: str,
         heads: Heads = NO_HEADS,
+        version: Callable[[int], Federation | None] = lambda _: None,
     ) -> None:
         self._certificate = certificate
         self._heads = heads
@@ -190,7 +192,7 @@ class Door(Closing):
         """Calls that are being ended, and the reason."""
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
-        self._enrolments = Enrolments()
+        self._enrolments = Enrolments(version)
         self._front = Front(len(federation().sites) or _FIRST)
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
@@ -545,11 +547,13 @@ class Door(Closing):
                 await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
                 return
         self._sites.setdefault(hello.name, Site(hello.name)).rate.take()
-        document = _document(self._federation())
+        newest = self._federation()
+        following = await self._disk(partial(self._enrolments.following, hello.installed, newest))
+        document = _document(following)
         self._front.proved(context.peer())
         try:
             for at in range(0, len(document), CHUNK):
-                await _write(context, pb.ToSite(document=document[at : at + CHUNK]))
+                await _write(context, pb.ToSite(document=document[at : at + CHUNK], newest=newest.version))
         finally:
             self._front.ended(context.peer())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -63,9 +64,14 @@ class Waiting:
 
 
 class Enrolments:
-    """The requests that wait; all of it in one thread."""
+    """The requests that wait; all of it in one thread, but for `following`.
 
-    def __init__(self) -> None:
+    Args:
+        version: Returns an earlier version of the federation; None: it has none with that number.
+    """
+
+    def __init__(self, version: Callable[[int], Federation | None] = lambda _: None) -> None:
+        self._version = version
         self.failed = 0
         """Commitments that no right request followed, since the door is open."""
         self._waiting: list[Waiting] = []
@@ -156,6 +162,15 @@ class Enrolments:
             expected="one that waits at the coordinator",
             fix="run the command again, and tell the coordinator the new code",
         )
+
+    def following(self, installed: int, newest: Federation) -> Federation:
+        """The version after the one that a site has installed; the newest, if it has none or that one is not known.
+
+        Raises:
+            RosterError: the file of the version was damaged.
+        """
+        missed = 0 < installed < newest.version - 1
+        return (self._version(installed + 1) if missed else None) or newest
 
     def listed(self) -> list[dict[str, Any]]:
         """Those that wait, as JSON, without their codes."""

@@ -93,3 +93,22 @@ def test_a_site_goes_on_where_it_was(
     install = ["site", "install", "--folder", str(folder), "--fingerprint"]
     assert "fingerprint" in refusal(capsys, *install, first)
     assert found(capsys, *install, second)["version"] == 2
+    _catches_up(capsys, federation, folder)
+
+
+def _catches_up(capsys: pytest.CaptureFixture[str], federation: str, folder: Path) -> None:
+    """A site that missed a version, and whose next key was approved since, installs each, by its own fingerprint."""
+    request = found(capsys, "site", "rotate", "--folder", str(folder))
+    third = found(capsys, "coordinator", "remove", OTHERS[0], federation)["fingerprint"]
+    approve = ["coordinator", "approve", federation, request["request"], "--fingerprint"]
+    fourth = found(capsys, *approve, request["fingerprint"])["fingerprint"]
+    shown = found(capsys, "coordinator", "show", federation, "--version", "3")
+    assert (shown["version"], shown["fingerprint"]) == (3, third)
+    assert "1 to 4" in refusal(capsys, "coordinator", "show", federation, "--version", "5")
+    install = ["site", "install", "--folder", str(folder), "--fingerprint"]
+    assert "--version 3" in refusal(capsys, *install, fourth)
+    assert "version 4 of 4 waits" in done(capsys, *install, third)
+    assert Path(read_config(folder / "site.toml").identity).name == "identity.pem"
+    assert found(capsys, *install, fourth)["version"] == 4
+    assert Path(read_config(folder / "site.toml").identity).name == "identity-2.pem"
+    assert "waits" not in done(capsys, *install, fourth)

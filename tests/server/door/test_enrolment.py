@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.enrol import Enrolment, enrol, newest, wait_for_approval
+from cloister.clients.network.enrol import Enrolment, enrol, following, newest, wait_for_approval
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import (
     CertificateError,
@@ -79,7 +79,9 @@ class Open:
     def __init__(self, authority: Authority = AUTHORITY, bind: str = "127.0.0.1:0") -> None:
         self.newest = Federation.first("tests", "coordinator.example:9443", authority.der, PUBLIC, [])
         certificate = CERTIFICATE if authority is AUTHORITY else authority.server()
-        self.door = Door(lambda: certificate, lambda: self.newest, bind)
+        self.versions: dict[int, Federation] = {}
+        """Earlier ones, by their number."""
+        self.door = Door(lambda: certificate, lambda: self.newest, bind, version=self._version)
         self.address = f"127.0.0.1:{self.door.address.rpartition(':')[2]}"
 
     def __enter__(self) -> Open:
@@ -88,9 +90,15 @@ class Open:
     def __exit__(self, *_: object) -> None:
         self.door.close()
 
+    def _version(self, number: int) -> Federation | None:
+        """An earlier version; a door asks for no other, as `Registry.version` has none."""
+        assert 1 <= number < self.newest.version
+        return self.versions.get(number)
+
     def approve(self, name: str, code: str) -> None:
         """What `cloister coordinator approve` does."""
         request = Request.from_toml(self.door.compare(name, given(code)))
+        self.versions[self.newest.version] = self.newest
         self.newest = self.newest.approving([request])
         self.door.refresh()
 
@@ -195,6 +203,32 @@ def test_a_site_goes_on_with_another_code(opened: Open) -> None:
     third = enrol(opened.address, asking("one"))  # it was interrupted after it was approved
     assert opened.names == ["two", "three", "four"]
     assert asks_again(opened, third, "one") == opened.newest
+
+
+def test_a_site_gets_the_version_after_its_own(opened: Open) -> None:
+    """Each that it missed, in their order, then the newest; the newest too where no next is known."""
+    waiting = enrol(opened.address, asking("one"))
+    for name in ("one", "two", "three", "four"):
+        enrolled = waiting if name == "one" else enrol(opened.address, asking(name))
+        opened.approve(name, enrolled.code)
+    for installed, sent in ((0, 4), (1, 2), (2, 3), (3, 4), (4, 4), (9, 4), (2**64 - 1, 4)):
+        found = following(waiting.entrance, "one", identity_of("one"), installed)
+        assert found is not None
+        assert (found[0].version, found[1]) == (sent, 4)
+    opened.versions.clear()
+    assert following(waiting.entrance, "one", identity_of("one"), 1) == (opened.newest, 4)
+
+
+def test_an_earlier_version_is_for_sites_of_the_newest_alone(opened: Open) -> None:
+    """After a rotation the old key gets none; the new one gets those from before it too."""
+    waiting, old, new = enrol(opened.address, asking("one")), identity_of("one"), new_identity()
+    opened.approve("one", waiting.code)
+    opened.approve("two", enrol(opened.address, asking("two")).code)
+    opened.versions[2] = opened.newest
+    opened.newest = opened.newest.approving([Request.of("one", new, "x", TODAY, replaces=old)])
+    with pytest.raises(MemberError):
+        following(waiting.entrance, "one", old, 1)
+    assert following(waiting.entrance, "one", new, 1) == (opened.versions[2], 3)
 
 
 def test_the_version_is_for_sites_alone(opened: Open) -> None:
