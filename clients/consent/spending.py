@@ -88,12 +88,8 @@ class Spending:
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)
             self._shared.pay(run, round_number, self._config.name, times, events)
-        entry = self._ledger.charge(self._charge(plan, run, round_number, events), budget, check_run)
-        heads = self._heads() | {str(self._path.absolute()): entry.hash.hex()}
-        write_bytes(
-            self._head_file, json.dumps(heads).encode(), durable=False
-        )  # after a power cut less is found
-        return entry
+        charge = self._charge(plan, run, round_number, events)
+        return self._noted(self._ledger.charge(charge, budget, check_run))
 
     def check_paid(self, run: str, round_number: int) -> None:
         """In a simulation with a ledger over runs, check that it still has the charge of a kept update.
@@ -143,6 +139,12 @@ class Spending:
                 expected=f"the charge with the hash {head}, which this site has made in it",
                 fix=f"restore its newest copy; if it is lost, so is what was spent: remove {self._head_file} to go on",
             )
+
+    def _noted(self, entry: Entry) -> Entry:
+        """Note a charge as the last one in its ledger; after a power cut an older one may be noted, and less found."""
+        heads = self._heads() | {str(self._path.absolute()): entry.hash.hex()}
+        write_bytes(self._head_file, json.dumps(heads).encode(), durable=False)
+        return entry
 
     def _heads(self) -> dict[str, str]:
         """The hash of the last charge by the path of the ledger; none where the file is missing or damaged."""

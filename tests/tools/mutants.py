@@ -128,6 +128,6 @@ LESS_NOISE_OF_THE_COORDINATOR = [
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
 UNCHARGED = Mutant("clients.consent.spending:Spending.pay", "terms.events(1, len(set(rounds_paid)))", "()")
 """Rounds are recorded, and cost nothing."""
-CHARGE = "return self._ledger.charge(self._charge("
+CHARGE = "return self._noted(self._ledger.charge("
 UNPAID_ROUND = Mutant("clients.consent.spending:Spending.pay", CHARGE, f"if round_number == 1: {CHARGE}")
 """A site's second round and later ones are charged for nothing."""
