@@ -95,7 +95,9 @@ def serve(
     guard, envelope = admitted[0]
     try:
         return guard.sealed(envelope, signed, reply)
-    except Exception as error:  # as in `answered`: its text stays here
+    except (
+        Exception
+    ) as error:  # a defect too, as in `answered`: raised further, its text would leave the site
         _log.exception("the reply cannot be sealed")
         return encode(Failed("", printable(explain(error))))
 

@@ -180,7 +180,7 @@ class MeetingChannel(GridChannel):
             met = len(set(self._met.values()))
             if met >= sites or time.monotonic() >= until:
                 return met
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # as in `_wait`: no call of Flower's own grids waits
 
     def _greet(self) -> None:
         now = time.monotonic()

@@ -135,7 +135,9 @@ class Flower:
         until = time.monotonic() + WAIT_S
         while not done():
             assert time.monotonic() < until, (self.folder / "flower-superlink.log").read_text()[-4000:]
-            time.sleep(0.5)  # another program does it
+            time.sleep(
+                0.5
+            )  # not an event: SuperLink and SuperNodes are other programs, which leave files alone
 
 
 def state(sites: Path) -> dict[str, bytes]:

@@ -47,12 +47,17 @@ class Here:
         return start(self.folder, words)
 
 
-@pytest.fixture
-def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
-    machines = {name: Here(tmp_path / name, capsys) for name in (COORDINATOR, SITE, *OTHERS)}
+def all_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
+    """All persons at one machine, each in a folder; their commands that stay are ended at the end."""
+    machines = {name: Here(folder / name, capsys) for name in (COORDINATOR, SITE, *OTHERS)}
     operators = Operators(machines, {FOUNDING[-1]: f"localhost:{free_port()}"})
     yield operators
     operators.end_all()
+
+
+@pytest.fixture
+def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
+    yield from all_here(tmp_path, capsys)
 
 
 def test_the_page_runs_a_federation(operators: Operators) -> None:

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from cloister.clients.setup.config import read_config
-from cloister.protocol.identity.address import free_port
 from cloister.server.federation.registry import Registry
-from cloister.tests.deployment.deployment_operators import Here
+from cloister.tests.deployment.deployment_operators import all_here
 from cloister.tests.parties.operators import COORDINATOR, OTHERS, SITE, WAIT_S, Operators
 from cloister.tests.parties.provisioned import FOUNDING
 from cloister.tests.tools.command import done, found, refusal
@@ -23,10 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unsynced")]
 
 @pytest.fixture
 def operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Operators]:
-    machines = {name: Here(tmp_path / name, capsys) for name in (COORDINATOR, SITE, *OTHERS)}
-    operators = Operators(machines, {FOUNDING[-1]: f"localhost:{free_port()}"})
-    yield operators
-    operators.end_all()
+    yield from all_here(tmp_path, capsys)
 
 
 def test_three_sites_join(operators: Operators) -> None:

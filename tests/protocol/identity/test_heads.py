@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cloister.protocol.errors import AuditLogError, RestoredError
-from cloister.protocol.identity.audit_log import AuditLog, Fact, facts_of, line_of, read_lines
+from cloister.protocol.identity import audit_log
+from cloister.protocol.identity.audit_log import AuditLog, Fact, Line, facts_of, line_of, read_lines
 from cloister.protocol.identity.heads import EMPTY, NO_HEADS, Head, Heads
 from cloister.tests.tools.raises import raises
 
@@ -40,6 +43,27 @@ def test_lines_that_end_anywhere_in_a_block_are_found(tmp_path: Path, cut: int) 
         AuditLog(path).record(Fact("join", "run", "plan", number, detail="x" * (cut if number == 1 else 900)))
     lines = read_lines(path)
     assert [line_of(path, line.number) for line in lines] == list(lines)
+
+
+def test_who_asks_for_an_old_line_keeps_nobody_from_writing(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may ask for any line, and often: a lock or a scan of the log would hold up the run."""
+    parsed = []
+
+    def counting(data: bytes) -> Line | None:
+        parsed.append(data)
+        return right(data)
+
+    right = audit_log._parsed
+    monkeypatch.setattr(audit_log, "_parsed", counting)
+    with log.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # with a lock of its own it would wait for this one
+        asking = ThreadPoolExecutor(1).submit(line_of, log, 1)
+        found = asking.result(60)
+    assert found is not None
+    assert found.number == 1
+    assert len(parsed) < 12, "300 lines"
 
 
 def test_a_log_without_a_line_has_none(tmp_path: Path) -> None:

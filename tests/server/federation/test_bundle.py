@@ -14,6 +14,9 @@ from cloister.clients.ranks.resident import Resident
 from cloister.protocol.errors import PlanError, StorageError
 from cloister.protocol.machine.storage import lock
 from cloister.protocol.plan.soundness import from_json, load
+from cloister.server.federation import flower as coordinator
+from cloister.server.federation.deployment import Deployment
+from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.simulations.rehearsal.rehearsal import prepare
 from cloister.tests.tools.command import found, lone_refusal, set_options
@@ -57,6 +60,15 @@ def test_a_model_above_the_limit_is_refused_before_anything_is_made(
     large = ("model.config.hidden_size=4096", "model.config.intermediate_size=32768")
     assert "at most 2,147,483,647" in lone_refusal(capsys, *bundling(parties, small_plan, out, *large))
     assert not out.exists()
+
+
+def test_the_folder_of_a_run_names_the_federation_whose_audit_log_has_it(
+    parties: RunFiles, small_plan: Path
+) -> None:
+    """Else a restored folder would not be found: see `check_newest`."""
+    said = {"plan": load(small_plan).to_json(), "run": "", "wait": "1"}
+    with coordinator._folder(said, Registry.open(parties.federation)) as folder:
+        assert Deployment.read(folder).federation == str(parties.federation)
 
 
 def test_a_supernode_serves_the_site_that_its_own_configuration_names(
