@@ -105,6 +105,20 @@ def of_a_dataset(folder: Path) -> Iterator[Accepts]:
 
 
 @pytest.mark.parametrize("ledgers", [of_a_site, of_a_dataset], ids=["site", "dataset"])
+def test_a_second_run_is_refused_that_fits_only_if_it_was_planned_beforehand(
+    tmp_path: Path, ledgers: Callable[[Path], Iterator[Accepts]]
+) -> None:
+    first = SampledGaussian(FIRST, 1.0, 1)
+    noise = next(noise for noise, rate in continuations() if rate == 1)
+    second = SampledGaussian(noise, 1.0, 1)
+    assert spent([first, second], DELTA).epsilon <= LIMIT
+    accepts = next(ledgers(tmp_path))
+    assert accepts(first)
+    assert not accepts(second)
+
+
+@pytest.mark.slow  # the game itself, with many second runs
+@pytest.mark.parametrize("ledgers", [of_a_site, of_a_dataset], ids=["site", "dataset"])
 def test_a_run_planned_after_the_results_of_another_stays_within_the_limit(
     tmp_path: Path, ledgers: Callable[[Path], Iterator[Accepts]]
 ) -> None:
