@@ -168,11 +168,18 @@ def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and
     assert json.loads(printed.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
     assert at_work == {"one", "two"}
     assert not list(Path("run").glob(".nodes-*"))
-    await_(
-        lambda: (
-            not any(title(process) != "ray::IDLE" for node in two.raylets for process in two.workers(node))
-        )
-    )  # the cluster is left, the workers are not
+    busy: list[str] = []
+
+    def are_idle() -> bool:
+        """Whether the run has left the cluster, whose workers stay."""
+        titles = [title(process) for node in two.raylets for process in two.workers(node)]
+        busy[:] = [each for each in titles if each != "ray::IDLE"]
+        return not busy
+
+    try:
+        await_(are_idle)
+    finally:
+        assert not busy, "what they are called instead"
     assert all(title(raylet) for raylet in two.raylets.values())
 
 
