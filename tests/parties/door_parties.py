@@ -272,13 +272,13 @@ class Raw:
     """A peer that sends what a test says, without a client of ours.
 
     Args:
-        channel: The run behind the door.
+        door: The run behind the door, or the entrance of another door.
     """
 
-    def __init__(self, channel: AtDoor) -> None:
-        self.entrance = entrance_at(channel.address)
+    def __init__(self, door: AtDoor | Entrance) -> None:
+        self.entrance = door if isinstance(door, Entrance) else entrance_at(door.address)
         self._grpc = grpc.secure_channel(
-            channel.address,
+            self.entrance.address,
             grpc.ssl_channel_credentials(self.entrance.root),
             [("grpc.max_send_message_length", -1)],
         )
