@@ -124,7 +124,12 @@ def test_people_read_what_is_protected_and_what_it_means(capsys: pytest.CaptureF
     [
         ("--unit site --central", "rounds", [10, 30, 100, 300]),
         ("--unit site --rounds 2", "rounds", [1, 2, 4]),
-        ("--unit record --sampling-rate 0.5 --accountant rdp --steps 40", "steps", [10, 20, 40, 80]),
+        pytest.param(
+            "--unit record --sampling-rate 0.5 --accountant rdp --steps 40",
+            "steps",
+            [10, 20, 40, 80],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_without_noise_or_target_there_is_a_table(

@@ -99,7 +99,7 @@ def test_a_line_that_is_no_json_is_quoted_with_a_line_that_the_plan_takes(
     done(capsys, "plan", "check", str(small_plan), *options(tmp_path, [such] * 8, *settings))
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_end_of_a_run_on_chats_counts_what_is_not_used_and_shows_how_to_ask(
     small_plan: Path,
     tmp_path: Path,

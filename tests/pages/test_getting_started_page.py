@@ -20,6 +20,7 @@ SHORT = {"rounds": "1", "steps": "1", "warmup_steps": "0"}
 pytestmark = pytest.mark.usefixtures("unsynced")
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_half_of_the_weights_are_zero(
         assert row in table
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torchao's own imports
 def test_8_bits_are_smaller_and_nearly_as_good(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -163,6 +164,7 @@ def test_the_records_of_sites_are_refused_under_a_unit(
     assert "expected public text" in said
 
 
+@pytest.mark.slow
 def test_text_may_be_given_and_must_be_where_the_run_has_no_public_records(
     whole: dict[str, Any], private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,12 @@ def by_degrees(mesh: Mesh) -> str:
     return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}-{mesh.pipeline}"
 
 
-on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
+def marked(mesh: Mesh, *also: object) -> Any:
+    """The parameters of a test on a mesh, which is slow with stages of several ranks."""
+    return pytest.param(mesh, *also, marks=pytest.mark.slow if mesh in PIPELINES[1:] else ())
+
+
+on_all = pytest.mark.parametrize("mesh", [marked(mesh) for mesh in MESHES], ids=by_degrees)
 on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
@@ -225,7 +230,7 @@ def test_ranks_train_with_the_weights_of_classes(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "plan"),
-    [(mesh, plan) for mesh in PIPELINES for plan in WITH_STAGES[mesh]],
+    [marked(mesh, plan) for mesh in PIPELINES for plan in WITH_STAGES[mesh]],
     ids=lambda value: value[0] if isinstance(value, tuple) else by_degrees(value),
 )
 def test_models_and_optimizers_in_stages(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:

@@ -403,6 +403,7 @@ def test_a_cluster_that_does_not_answer_is_refused_soon(
     assert f"--ray-address is '{address}': expected a Ray cluster that answers within 0.2 s" in line
 
 
+@pytest.mark.slow
 def test_a_cluster_of_another_ray_is_refused(
     small_plan: Path,
     flower: list[str],
