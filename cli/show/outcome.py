@@ -28,7 +28,7 @@ from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
-from cloister.server.record.report import over_runs
+from cloister.server.record.report import gather, most_charges, over_runs
 from cloister.simulations.federation import left_out
 from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
 
@@ -57,7 +57,7 @@ def to_json(
         texts or tokens; `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
         None where there is no figure.
     """
-    epsilon = None if folder.plan.simulation.noise_seed is not None else outcome.epsilon
+    epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
     over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)
     label = folder.plan.data.label
     return {
@@ -192,6 +192,14 @@ def _tried(console: PipedConsole, failure: str, make: Callable[[], T]) -> T | No
         return None
 
 
+def _epsilon(folder: RunFolder, outcome: Outcome) -> float | None:
+    """The epsilon of the run, as its report states it."""
+    if outcome.epsilon is None:
+        return None
+    charged, most = most_charges(folder)
+    return outcome.epsilon if most <= charged else gather(folder.path).epsilon
+
+
 def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     label = folder.plan.data.label
     table = columns("", "", title="Outcome")
@@ -211,14 +219,14 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     for name, value in outcome.shown(FIGURES, label):
         table.add_row(name, value)
     plan, privacy = folder.plan, folder.plan.privacy
-    if outcome.epsilon is not None:
+    if (epsilon := _epsilon(folder, outcome)) is not None:
         budget = privacy.target_epsilon if privacy.budget is None else privacy.budget
         limit = "" if budget is None else f", of a budget of {budget:g}"
         table.add_section()
         table.add_row("what is protected", unit(plan))
-        over = over_runs(plan, run_history(folder), outcome.epsilon)
+        over = over_runs(plan, run_history(folder), epsilon)
         alone = "epsilon, this run" if over is not None and not over.problem else "epsilon, this run alone"
-        table.add_row(alone, f"{at_most(outcome.epsilon)}{limit}")
+        table.add_row(alone, f"{at_most(epsilon)}{limit}")
         if over is not None:
             limit = "" if over.limit is None else f", of a limit of {over.limit:g}"
             runs, figure = f" ({over.runs})", "no bound"

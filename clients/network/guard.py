@@ -39,8 +39,8 @@ class Guard:
     def admit(self, data: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Envelope:
         """Check a request's envelope, before anything of the request is decoded, and mark it as served.
 
-        A run that the site has not joined has no folder, and nothing is marked: a join changes nothing twice. The mark
-        stays when the folder is removed.
+        A run that the site has not joined has no folder, and nothing is marked: its join can be sent again, and takes a
+        consent that is free. The mark stays when the folder is removed.
 
         Args:
             data: The envelope.

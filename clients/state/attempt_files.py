@@ -153,10 +153,14 @@ class AttemptFiles:
         return State(marks, kept if kept is not None and kept.now == marks.joined else None, end)
 
     def begin(self, state: State, kept: Kept) -> State:
-        """Join an attempt, durably; it replaces the previous one, whose seed is overwritten.
+        """Join an attempt, durably; it replaces the previous one, which is wiped first.
 
-        The mark is written last: without it the attempt is not joined, and its first message joins it again.
+        So a process that is killed in between leaves no beginning of the previous attempt, from which the site would
+        answer its later steps again. The mark is written last: without it the attempt is not joined, and its first
+        message joins it again.
         """
+        if state.end:
+            state = self.end(state)
         header = (*kept.newest, *kept.now, kept.seed, kept.history)
         end = self._append(0, (header, *kept.log))
         return State(self._mark(replace(state.marks, joined=kept.now)), kept, end)
@@ -245,9 +249,9 @@ class AttemptFiles:
         kept = self._read_attempt(end)
         if kept is None and end:  # it may have been joined; a power cut tears it or a slot, not both
             raise _unknown(self._folder / "attempt", "damaged, and a slot of marks too")
-        if kept is not None:
-            masked = kept.now[0] if any(step == MASKED for step, _ in kept.log) else marks.masked
-            marks = replace(marks, joined=max(marks.joined, kept.now), masked=masked)
+        joined = marks.joined if kept is None else max(marks.joined, kept.now)
+        # Whether a vector of that round was masked is not known: so it was.
+        marks = replace(marks, joined=joined, masked=max(marks.masked, joined[0]))
         content = _content(self._read_revealed())
         if content == _NOTHING:
             return marks

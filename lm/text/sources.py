@@ -10,12 +10,15 @@ from pathlib import Path
 
 from cloister.protocol.errors import DataError
 
+_MIXED = "builtin:python-passages"
+"""The corpus that is made from the other ones."""
+
 
 def overlap(source: str, records: str, field: str) -> bool:
     """Whether a source may have records of another one, as far as names show it.
 
     A file or folder does if it is the other one, is in it, or has it; a hub data set if it has the same name, without
-    case and configuration. A copy under another name is not known.
+    case and configuration; a builtin source if one is made from the other. A copy under another name is not known.
 
     Args:
         source: As `corpus_records` reads it.
@@ -26,7 +29,7 @@ def overlap(source: str, records: str, field: str) -> bool:
         DataError: a link leads nowhere.
     """
     if source.startswith("builtin:"):
-        return source == records
+        return source == records or (records.startswith("builtin:") and _MIXED in (source, records))
     if not Path(source).expanduser().exists():
         return source.partition(":")[0].lower() == records.partition(":")[0].lower()
     path = Path(records).expanduser()

@@ -23,16 +23,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
+from scipy.optimize import brentq, minimize_scalar
 from scipy.sparse import csr_array, triu
-from scipy.special import rel_entr
+from scipy.special import logsumexp, rel_entr
 from scipy.stats import beta, binom, chi2, norm
 
 from cloister.protocol.errors import CloisterError
 
 MISFIT = 5e-5
 """Probability with which any check of honest code fails, at most."""
-MOST_CHECKS = 17
+MOST_CHECKS = 18
 """Checks of one audit, at most."""
 LEVEL = MISFIT / MOST_CHECKS
 """Probability with which one check of honest code fails, at most."""
@@ -41,6 +41,10 @@ _SKETCH = 4096
 """Projections of a release."""
 _COMPARED = 4096
 """Releases that are compared with each other."""
+_AROUND = 8
+"""Standard deviations around the mean size of a batch within which its law is taken; beyond is a failure."""
+_THETA = ((-1e3, 0.0), (0.0, 0.5))
+"""Where the exponent of a bound is looked for: the lower tail, and the upper one, which has none above 1/2."""
 _LARGEST = 256
 """Samples of a release whose magnitudes are compared, the largest: they are rare, so equal ones are rarer."""
 _EQUAL = 2.0**-18
@@ -134,12 +138,16 @@ class Draws:
         units with k draws or more    ~ Binomial(n, P[B >= k])     steps repeat or avoid the units of others
         sum over u of x_us x_ut       ~ Binomial(n, q^2)           a step repeats another one
         sum of x_ut x_(u + lag)t      mean n T q^2                 units of a distance are drawn together
+        (sum over u of x_ut)          ~ Binomial(n, q)             a step avoids units for others, as at a fixed size
 
     where B ~ Binomial(T, q). The last sum is over a circle, for each lag. Its terms depend on each other along cycles,
     of which at least a third of the terms is independent, at any rotation, so that (Janson 2004, "Large deviations for
     sums of partly dependent random variables")
 
         P(sum >= n T s) <= exp(-n T KL(s, q^2) / 3),    KL of two Bernoulli laws, s > q^2.
+
+    The sizes B_t of batches are held against their law by V = sum of (B_t - n q)^2 / (n q (1 - q)), whose tails are
+    bounded by Chernoff: P(V >= v), theta > 0, and P(V <= v), theta < 0, are at most (E exp(theta V_t))^T exp(-theta v).
 
     Args:
         sizes: (n,): sequences of each unit.
@@ -185,6 +193,7 @@ class Draws:
             *([rate(f"share of units in {often} steps or more", seen, places, share)] if share else ()),
             *([self._again(charged)] if self._steps > 1 else ()),
             self._together(charged),
+            self._sizes(charged),
         )
 
     def _again(self, charged: float) -> Check:
@@ -195,6 +204,24 @@ class Draws:
         most = int(triu(steps @ steps.T, 1).max())
         p = _any(float(binom.sf(most - 1, self.sizes.size, charged**2)), pairs)
         return Check("most units that two steps share", most, self.sizes.size * charged**2, p)
+
+    def _sizes(self, charged: float) -> Check:
+        """The spread of the sizes of batches, over what is expected."""
+        law = binom(self.sizes.size, charged)
+        mean, variance = law.stats()
+        around = math.ceil(_AROUND * math.sqrt(variance))
+        first, last = max(0, math.floor(mean) - around), min(self.sizes.size, math.ceil(mean) + around)
+        every = np.arange(first, last + 1)
+        outside, weights = self._steps * float(law.cdf(first - 1) + law.sf(last)), law.logpmf(every)
+        squares = (every - mean) ** 2 / variance
+        found = float(sum((len(drawn) - mean) ** 2 for drawn in self._drawn) / variance)
+
+        def bound(theta: float) -> float:
+            return self._steps * float(logsumexp(weights + theta * squares)) - theta * found
+
+        tails = (minimize_scalar(bound, bounds=each, method="bounded").fun for each in _THETA)
+        p = min(1.0, 2 * (outside + math.exp(min(0.0, *tails))))
+        return Check("spread of the sizes of batches", math.sqrt(found / self._steps), 1.0, p)
 
     def _together(self, charged: float) -> Check:
         """The distance at which units are drawn together most often, over what is expected."""

@@ -294,6 +294,25 @@ def _own_ledgers(
             yield _OwnLedger(site, paid, epsilon, _more_than_a_trial(site, paid, terms))
 
 
+def most_charges(files: RunFiles) -> tuple[int, int]:
+    """The most charges of a site in a run: by the coordinator's ledger, and by that and the simulated sites' own.
+
+    The second is more if a site's update was lost in a crash after its charge, and was made and charged again.
+
+    Raises:
+        LedgerError: a ledger is damaged.
+    """
+    run = run_history(files).run
+
+    def most(path: Path) -> int:
+        entries = read_history(path).entries if path.is_file() else ()
+        paid = Counter(entry.charge.dataset for entry in entries if entry.charge.run == run)
+        return max(paid.values(), default=0)
+
+    charged = most(files.ledger)
+    return charged, max(charged, *map(most, files.sites.ledgers().values()), 0)
+
+
 def _most_charges(entries: Iterable[Entry], rounds: Iterable[int]) -> dict[int, int]:
     """For each round the most charges that a site has for it and the rounds before it."""
     found: dict[int, int] = {}

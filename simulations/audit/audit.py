@@ -33,7 +33,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,6 @@ from pathlib import Path
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.lm.model.model import load_model
 from cloister.privacy.accounting.terms import terms_of
-from cloister.privacy.ledger.ledger import read_history
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import CloisterError, RunFolderError
 from cloister.protocol.machine.storage import without_syncs, write_bytes
@@ -49,6 +47,7 @@ from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.public import base_of, public_model
+from cloister.server.record.report import most_charges
 from cloister.simulations.audit.audited import Audited, Progress, Streams
 from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.rounds import Federation
@@ -143,14 +142,14 @@ def _rounds_paid_for(folder: RunFolder) -> int:
         RunFolderError: nothing was charged in the run.
         LedgerError: its ledger is damaged.
     """
-    entries = read_history(folder.ledger).entries if folder.ledger.exists() else ()
-    if not entries:
+    _, most = most_charges(folder)
+    if not most:
         raise RunFolderError(
             str(folder.path),
             expected="a run with charges in its ledger, but this one has none",
             fix=f"run it first: {folder.resume_command()}",
         )
-    return max(Counter(entry.charge.dataset for entry in entries).values())
+    return most
 
 
 def _first_site(sites: SitesFolder) -> SiteConfig:

@@ -41,6 +41,8 @@ _LENGTHS = (("run", "rounds"), ("local", "steps"))
 
 FAR = 100.0
 """Length of a canary's contribution before it is clipped, in clipping norms."""
+LENGTHS = (2.0, FAR, 10.0)
+"""Lengths of what is planted in turn, to see what one unit or site changes; each is beyond the clip."""
 NOTICED = 10**9
 """Loss and tokens of a canary: figures that do not go unnoticed where they leave a site."""
 

@@ -23,9 +23,9 @@ z^2 (score / s^2 - count / t^2), which a canary moves by 1 as well, with a stand
 
 Noise is independent between coordinates (AES in counter mode, `privacy/mechanism/noise.py`); the confidence depends
 on that. What is left of W and of the counts without the canaries is noise alone, and `privacy/audit/fit.py` compares
-it with the charge. In three more federations, all of whose noise is the same, one site has no records, an update of
-half a clipping norm, or a canary along all coordinates: so far one site changes what is released. The count of groups
-is not attacked.
+it with the charge. In five more federations, all of whose noise is the same, one site has no records, or an update
+along all coordinates of half a clipping norm, or of `LENGTHS`: so far one site changes what is released. The count of
+groups is not attacked.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from cloister.privacy.report.report import AuditRow
 from cloister.protocol.messages.cohort import draw_of
 from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan.plan import Plan
-from cloister.simulations.audit.audited import FAR, Audited, Noises, Progress, Streams, played
+from cloister.simulations.audit.audited import FAR, LENGTHS, Audited, Noises, Progress, Streams, played
 from cloister.simulations.audit.rounds import Federation, Released, Samples
 from cloister.simulations.partition import site_name
 
@@ -367,10 +367,11 @@ class SiteGame:
         signs = np.random.Generator(np.random.Philox(plan.run.seed)).choice(
             np.array([-1, 1], np.float32), self._size
         )
-        long = signs * np.float32(FAR * plan.privacy.clip / math.sqrt(self._size))
+        one = signs * np.float32(plan.privacy.clip / math.sqrt(self._size))
         worlds: list[Released] = []
-        within = long * np.float32(0.5 / FAR)
-        for folder, update in (("without", None), ("within", within), ("beyond", long)):
+        updates = {"without": None, "within": one * np.float32(0.5)}
+        updates |= {f"beyond-{length:g}": one * np.float32(length) for length in LENGTHS}
+        for folder, update in updates.items():
 
             def of_one(name: str, _round: int, update: Vector | None = update) -> Vector | None:
                 return update if name == cohorts[0][0] else None

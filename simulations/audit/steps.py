@@ -31,7 +31,7 @@ from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.audit.fit import Draws, Noise
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.plan.plan import Plan
-from cloister.simulations.audit.audited import FAR, NOTICED
+from cloister.simulations.audit.audited import FAR, LENGTHS, NOTICED
 
 Places = npt.NDArray[np.bool_]
 
@@ -235,8 +235,8 @@ class CanaryTrainer(PrivateTrainer):
         sizes, shapes = [p.numel() for _, p in trained], [p.shape for _, p in trained]
         device = trained[0][1].device
 
-        def planted(directions: torch.Tensor, loss: int = 0) -> UnitGradients:
-            flat = directions.to(device) * (FAR * self._clip)
+        def planted(directions: torch.Tensor, loss: int = 0, length: float = FAR) -> UnitGradients:
+            flat = directions.to(device) * (length * self._clip)
             parts = zip(torch.split(flat, sizes, dim=1), shapes, strict=True)
             gradients = [part.reshape(-1, *shape) for part, shape in parts]
             nats = torch.full((len(flat),), float(loss * loss), dtype=torch.float64)
@@ -261,7 +261,8 @@ class CanaryTrainer(PrivateTrainer):
                 if self.taken % 2:
                     yield from real(self._unit, np.zeros(1, np.int64))
                 else:
-                    yield planted(signs / math.sqrt(len(theirs)), NOTICED)
+                    length = LENGTHS[self.taken // 2 % len(LENGTHS)]
+                    yield planted(signs / math.sqrt(len(theirs)), NOTICED, length)
 
             yield all_of_them
 

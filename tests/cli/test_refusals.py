@@ -107,6 +107,16 @@ def test_a_hub_data_set_is_the_same_one_in_another_configuration() -> None:
     assert not overlap("letters/wards", "letters/ward", "public.source")
 
 
+@pytest.mark.parametrize("other", ["builtin:python-docs", "builtin:python-stdlib"])
+def test_passages_of_a_corpus_are_records_of_it(other: str) -> None:
+    passages = "builtin:python-passages"
+    for records, public in ((other, passages), (passages, other)):
+        plan = parse(TINY, [*CENTRAL, f"simulation.source={records}", f"public.source={public}"])
+        with raises(PlanError, "public.source", says="these are records of the sites"):
+            federation.divided(plan)
+    assert not overlap("builtin:python-docs", "builtin:python-stdlib", "public.source")
+
+
 def test_a_simulation_is_not_continued_as_a_rehearsal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

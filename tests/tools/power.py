@@ -6,13 +6,14 @@ Are Not Created Equal").
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -21,6 +22,37 @@ Inode: TypeAlias = tuple[int, int]
 
 class Stopped(BaseException):
     """The process ended here."""
+
+
+@contextmanager
+def killed_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """End the process at a call that writes, cuts or syncs a file, which does not happen; those before it did.
+
+    Args:
+        call: Number of calls that do happen.
+        monkeypatch: Replaces them in the block.
+
+    Yields:
+        A list, which has that number after the block if the process was ended in it.
+    """
+    ended: list[int] = []
+    made = 0
+
+    def stopping(real: Callable[..., Any]) -> Callable[..., Any]:
+        def calls(*arguments: Any) -> Any:
+            nonlocal made
+            if made == call:
+                ended[:] = [call]
+                raise Stopped  # also in code that unwinds, which a killed process does not run
+            made += 1
+            return real(*arguments)
+
+        return calls
+
+    with monkeypatch.context() as patch, contextlib.suppress(Stopped):
+        for name in ("pwrite", "ftruncate", "fsync"):
+            patch.setattr(os, name, stopping(getattr(os, name)))
+        yield ended
 
 
 class Power:

@@ -253,12 +253,13 @@ def test_noise_is_held_against_what_is_charged() -> None:
     assert PLACE in named(seen.checks(1.0)), "more than is charged is something else beside it"
 
 
-DRAWN, OF_SIZE, OFTEN, AGAIN, TOGETHER = (
+DRAWN, OF_SIZE, OFTEN, AGAIN, TOGETHER, SIZES = (
     "rate at which units are drawn",
     "rate at which units of size",
     "share of units in",
     "most units that two steps share",
     "draws of two units together, at one distance",
+    "spread of the sizes of batches",
 )
 UNITS, STEPS, Q = 3000, 20, 0.05
 
@@ -285,6 +286,15 @@ def epoch(_uniform: Samples, step: int) -> Samples:
     return np.where(np.random.default_rng(28).permutation(UNITS) % STEPS == step, 0.0, 1.0)
 
 
+def of_one_size(uniform: Samples, _step: int) -> Samples:
+    return np.where(uniform.argsort().argsort() < UNITS * Q, 0.0, 1.0)
+
+
+def one_of_each_stratum(uniform: Samples, _step: int) -> Samples:
+    strata = uniform.reshape(-1, round(1 / Q))
+    return np.where(strata == strata.min(1, keepdims=True), 0.0, 1.0).ravel()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("q", [0.003, Q, 0.5, 0.99])
 def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
@@ -305,8 +315,22 @@ def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
         (lambda uniform, _step: np.tile(uniform[: UNITS // 2], 2), TOGETHER),
         (kept((3, 17)), AGAIN),
         (epoch, OFTEN),
+        (of_one_size, SIZES),
+        (one_of_each_stratum, SIZES),
+        (lambda uniform, step: uniform / 2 if step % 2 else uniform + 1, SIZES),
     ],
-    ids=["too often", "too seldom", "by size", "neighbours", "halves", "a step again", "an epoch"],
+    ids=[
+        "too often",
+        "too seldom",
+        "by size",
+        "neighbours",
+        "halves",
+        "a step again",
+        "an epoch",
+        "of one size",
+        "one of each stratum",
+        "in every second step",
+    ],
 )
 def test_draws_that_are_not_as_charged_are_named(
     defect: Callable[[Samples, int], Samples], expected: str
@@ -357,4 +381,4 @@ def test_more_checks_than_share_the_probability_are_a_defect() -> None:
     misfits((check,) * MOST_CHECKS)
     with raises(AssertionError, "each check"):
         misfits((check,) * (MOST_CHECKS + 1))
-    assert math.isclose(LEVEL, MISFIT / 17)
+    assert math.isclose(LEVEL, MISFIT / 18)

@@ -25,6 +25,7 @@ from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, SampledGaussian, to_json
 from cloister.privacy.mechanism.events import from_json as events_from_json
+from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.page import to_html
 from cloister.privacy.report.report import RunReport, verdict
 from cloister.privacy.report.report import to_json as report_to_json
@@ -37,11 +38,12 @@ from cloister.server.record import report as server_report
 from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file, read_plan
 from cloister.server.record.history import identity
 from cloister.server.record.journal import DONE, LEFT_OUT, OPENING, REFUSED, Journal, of_sum
-from cloister.server.record.report import COMPOSED, beyond_a_trial, gather
+from cloister.server.record.report import COMPOSED, beyond_a_trial, gather, most_charges
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
 from cloister.tests.privacy.report.test_report import read
+from cloister.tests.tools.command import done, found
 from cloister.tests.tools.raises import raises
 
 PRIVATE = (
@@ -381,7 +383,11 @@ def test_charges_of_other_runs_are_not_of_this_one(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_own_ledger_of_a_site_that_counts_more_is_believed(copy: Path) -> None:
+def test_the_own_ledger_of_a_site_that_counts_more_is_believed(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by the command that ends the run, and by an audit."""
+    assert most_charges(RunFiles(copy)) == (2, 2)
     before = gather(copy)
     own = copy / "sites" / "site-001" / "state" / "ledger.sqlite"
     paid = read_history(own).entries[-1].charge
@@ -395,6 +401,9 @@ def test_the_own_ledger_of_a_site_that_counts_more_is_believed(copy: Path) -> No
     row = next(row for row in after.sites if row.name == "site-001")
     assert row.epsilon == after.epsilon
     assert "its own ledger, which has 3 charges" in row.notes
+    assert most_charges(RunFiles(copy)) == (2, 3)
+    assert found(capsys, "resume", str(copy))["epsilon"] == after.epsilon
+    assert at_most(after.epsilon) in done(capsys, "resume", str(copy))
     edit(own, "UPDATE entries SET round = 9 WHERE number = 1")
     assert "the ledger of site-001 itself does not verify" in no_claim(copy)
 

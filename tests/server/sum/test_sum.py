@@ -78,7 +78,7 @@ from cloister.server.sum.sum import sum_over
 from cloister.server.sum.wanted import Failed as SumFailed
 from cloister.server.sum.wanted import Total, Wanted
 from cloister.tests.parties.federation import RUN, Loopback, VectorSite, step_of, whole
-from cloister.tests.tools.power import Power
+from cloister.tests.tools.power import Power, killed_at
 from cloister.tests.tools.raises import raises
 from cloister.tests.tools.seeds import seed_of
 
@@ -1468,6 +1468,7 @@ LIES: dict[Step, dict[str, Any]] = {
     Step.UNMASK: {"loses": Step.UPDATE},
 }
 """For each step, the view whose message at that step is another than that of the view of all sites."""
+STEPS_OF_PEERS = (Step.SHARE, Step.UPDATE, Step.CONFIRM)
 SYNCS = {Step.ADVERTISE: 2, Step.SHARE: 1, Step.UPDATE: 2, Step.CONFIRM: 1, Step.UNMASK: 3}
 
 
@@ -1504,6 +1505,44 @@ def test_no_power_cut_leads_to_a_second_answer(
             left.append(content(asked(run, message)))
             assert len(left) == 2 + (not ended)
             assert len(set(left)) == 1
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_no_kill_in_the_next_attempt_brings_back_a_step_of_the_one_before(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_cut: bool
+) -> None:
+    """At every call that writes: then the site is asked for its steps again, with other sites in the sum."""
+    for call in itertools.count():
+        run = open_run(6)
+        with Power(run.folder / run.names[0], monkeypatch) as power:
+            view = View(run, tmp_path / f"view {call}")
+            lies = {
+                step: View(run, tmp_path / f"{step.name} {call}", **LIES[step]) for step in STEPS_OF_PEERS
+            }
+            said: dict[Step, set[Any]] = {}
+            others = {}
+            for step in (Step.ADVERTISE, *STEPS_OF_PEERS):
+                heard = asked(run, view.message(step))
+                said[step] = {content(heard)}
+                view.hear(*heard)
+                for of, lie in lies.items():
+                    if list(Step).index(step) <= list(Step).index(of):
+                        others[step, of] = lie.message(step)
+                        if step is not of:
+                            lie.hear(*heard)
+            following = View(run, tmp_path / f"next {call}", attempt=2).message(Step.ADVERTISE)
+            with killed_at(call, monkeypatch) as ended:
+                asked(run, following)
+            if power_cut:
+                power.cut()
+            for step in STEPS_OF_PEERS:
+                with contextlib.suppress(SecureSumError):
+                    said[step].add(content(asked(run, others[step, step])))
+            assert {step: len(answers) for step, answers in said.items()} == dict.fromkeys(said, 1)
+            asked(run, following)
+        if not ended:
+            break
+    assert call > 4
 
 
 @pytest.mark.parametrize("sync", range(SYNCS[Step.UNMASK] + 1))

@@ -241,6 +241,7 @@ OF_SIZE, OFTEN_DRAWN, AGAIN, TOGETHER = (
     "most units that two steps share",
     "draws of two units together, at one distance",
 )
+OF_THE_BATCH = "spread of the sizes of batches"
 TWICE = "magnitudes that are twice in a release"
 
 RELEASE = "noised = total.release("
@@ -266,8 +267,13 @@ OTHER_CLIPS = [
         for by in (2, 1.03, 1.01)
     ),
     Mutant("clients.training.dpsgd:_norms", NORM, "torch.stack(parts).amax(dim=0)"),
+    Mutant(
+        "clients.training.dpsgd:ClippedSum.add",
+        "self._scale(gradients, norms)\n    self._check(gradients)",
+        "self._scale(gradients, norms.where(norms > 3 * self._clip, 1e-9))",
+    ),
 ]
-"""A longer clip, and one of each layer for itself."""
+"""A longer clip, one of each layer for itself, and none of what is a little too long."""
 BY_HOOKS = Mutant(
     "clients.training.dpsgd:_by_hooks",
     "sizes = sequences.starts[units + 1] - sequences.starts[units]",
@@ -286,6 +292,7 @@ HIGHER_RATES = [
 ]
 DRAWN, BATCH = "np.flatnonzero(noise.generator().random(n) < rate)", 'own.child("batch"), n_units, self._rate'
 SIZES = "np.diff(sequences.starts)"
+OF_ONE_SIZE = "np.sort(noise.generator().permutation(n)[: round(n * rate)])"
 EPOCH = 'np.sort(noise.child("epoch").generator().permutation(n_units)[step::20])'
 OTHER_DRAWS = [
     (Mutant("clients.training.dpsgd:poisson_batch", "< rate", "< 0.9 * rate"), RATE),
@@ -311,9 +318,10 @@ OTHER_DRAWS = [
     (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{step // 2}")'), OFTEN_DRAWN),
     (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{min(step, 8)}")'), AGAIN),
     (Mutant(STEPS, f"poisson_batch({BATCH})", EPOCH), OFTEN_DRAWN),
+    (Mutant("clients.training.dpsgd:poisson_batch", DRAWN, OF_ONE_SIZE), OF_THE_BATCH),
 ]
 """Fewer units; by their number of sequences, at the right rate over all of them too; in pairs of neighbours, and of the
-two halves; the same in two steps; none again before all others were drawn."""
+two halves; the same in two steps; none again before all others were drawn; as many in each step."""
 
 
 REPEATS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
