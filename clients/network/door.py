@@ -215,6 +215,7 @@ class DoorSite:
         self._explain = explain
         self._jitter = jitter
         self._arrivals = Arrivals(folder, MOST_BYTES)
+        self._lasting: set[bytes] = set()
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
@@ -426,6 +427,7 @@ class DoorSite:
             if letter is not None:
                 return letter
             self._kept = None
+            self._lasting = set()
             self._arrivals.retain(())
             self._ended()
 
@@ -454,23 +456,34 @@ class DoorSite:
             return None if self._superseded() else self._session
 
     def _fetch(self, letter: pb.Letter) -> list[Buffer] | None:
-        """The frames of a request; None if it is superseded.
+        """The frames of a request; None if it is superseded. None is fetched of a request that is not signed.
 
         Raises:
-            CloisterError: a vector exceeds a limit, or does not match its hash.
+            CloisterError: a vector exceeds a limit, or does not match its hash; or as `Guard.check`.
         """
+        guard = self._open_site().guard
+        guard.check(letter.envelope, [letter.frame] if letter.frame else None)
         vectors = [(each.hash, each.size) for each in letter.vectors]
         check_vectors(vectors, MOST_BYTES)
         if not letter.frame and (not vectors or vectors[0][1] > LONGEST):
             raise TransferError("frame", vectors[0][1] if vectors else 0, expected=f"1 to {LONGEST} bytes")
-        if any(size for _, size in (vectors if letter.frame else vectors[1:])):
-            self._arrivals.retain({name for name, _ in vectors})  # the model stays until there is another
-        wanted = [self._arrivals.begin(name, size) for name, size in vectors if size]
+        rest = vectors if letter.frame else vectors[1:]
+        if any(size for _, size in rest):
+            self._lasting = {name for name, _ in rest}  # the model stays until there is another
+        self._arrivals.retain(self._lasting.union(name for name, _ in vectors))
 
         def fetch(arrival: Arrival) -> bool:
             return arrival.whole or self._persist(lambda session: self._download(session, arrival))
 
-        if not all(self._streams.map(fetch, wanted)):
+        def fetched(some: list[tuple[bytes, int]]) -> bool:
+            wanted = [self._arrivals.begin(name, size) for name, size in some if size]
+            return all(self._streams.map(fetch, wanted))
+
+        if not letter.frame:
+            if not fetched(vectors[:1]):
+                return None
+            guard.check(letter.envelope, [self._arrivals.open(*vectors[0])])
+        if not fetched(rest):
             return None
         frames: list[Buffer] = [self._arrivals.open(name, size) for name, size in vectors]
         return [letter.frame, *frames] if letter.frame else frames

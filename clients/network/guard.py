@@ -36,6 +36,10 @@ class Guard:
     identity: Callable[[str], Ed25519PrivateKey] = field(repr=False)
     """Reads the site's identity key in a run."""
 
+    def check(self, data: bytes, frames: Sequence[Buffer] | None) -> Envelope:
+        """Check that the coordinator has signed a request for this site; arguments and errors as for `verified`."""
+        return verified(data, bytes.fromhex(self.coordinator), self.site, frames)
+
     def admit(self, data: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Envelope:
         """Check a request's envelope, before anything of the request is decoded, and mark it as served.
 
@@ -53,7 +57,7 @@ class Guard:
             StaleError: the site has served a later request of the run, or another one with the same counter.
             StorageError: the disk refuses.
         """
-        envelope = verified(data, bytes.fromhex(self.coordinator), self.site, frames)
+        envelope = self.check(data, frames)
         if sealed and not envelope.reply_key:
             raise SignatureError("key of the reply", expected="one, because others carry the reply")
         mark = self.state / _SERVED / run_id(envelope.run)

@@ -103,14 +103,14 @@ class Sender:
         return open_sealed(self._reply, self._sites.key(site), envelope, frames)
 
 
-def verified(data: bytes, coordinator: bytes, site: str, frames: Sequence[Buffer]) -> Envelope:
+def verified(data: bytes, coordinator: bytes, site: str, frames: Sequence[Buffer] | None) -> Envelope:
     """Check an envelope, before anything in the frames is decoded.
 
     Args:
         data: Its bytes.
         coordinator: The coordinator's public key, 32 bytes.
         site: The name of this site.
-        frames: The request.
+        frames: The request; None: it is not there yet, and its body is not checked.
 
     Raises:
         EncodingError: the bytes are not an envelope.
@@ -126,7 +126,7 @@ def verified(data: bytes, coordinator: bytes, site: str, frames: Sequence[Buffer
         ) from None
     if envelope.site != site:
         raise MemberError("site of the request", envelope.site, expected=site)
-    if envelope.body != body_of(frames):
+    if frames is not None and envelope.body != body_of(frames):
         raise SignatureError("body of the request", expected="the one that the coordinator has signed")
     return envelope
 

@@ -333,10 +333,10 @@ class CohortSection(Section):
     deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Timeout in seconds for training and upload: a site that has not answered by then is a dropout of the attempt.
     Under the secure sum each of the four other steps has a timeout of its own, a quarter of this one, so an attempt
-    takes at most twice as long. In a deployment the timeout begins when the site has the model, and the coordinator
-    waits for an upload that still moves. Under a privacy unit a site prepares its data in its first round, unless
-    `cloister site check` has prepared it. With `mode = "async"` each site has its own timeout; a late site is asked
-    again in the next round."""
+    takes at most twice as long. In a deployment the timeout begins when the site has the model, for which it has as
+    long again, and the coordinator waits for an upload that still moves. Under a privacy unit a site prepares its data
+    in its first round, unless `cloister site check` has prepared it. With `mode = "async"` each site has its own
+    timeout; a late site is asked again in the next round."""
     attempts: Count = 3
     """Attempts at one round before the run stops."""
 

@@ -85,8 +85,13 @@ def _unset(section: type[BaseModel], path: tuple[str, ...], several: bool) -> It
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML, which has JSON's strings, numbers and lists; but JSON allows the character DEL in a string."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """A value as TOML, which has JSON's strings, numbers and lists.
+
+    Characters that a terminal would act on and not show are escaped: DEL, which JSON allows in a string, is refused by
+    TOML, and marks of the direction of writing would show another value.
+    """
+    said = json.dumps(value, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in said)
 
 
 def meaning(section: type[BaseModel], field: FieldInfo) -> str:

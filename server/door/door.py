@@ -429,7 +429,7 @@ class Door(Closing):
     ) -> Callable[[Any, Context], Coroutine[Any, Any, None]]:
         """A handler whose errors end the call with a code and one line."""
 
-        async def handled(request: Any, context: Context) -> None:
+        async def answered(request: Any, context: Context) -> None:
             try:
                 await handle(request, context)
             except asyncio.CancelledError:
@@ -451,6 +451,10 @@ class Door(Closing):
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 
+        async def handled(request: Any, context: Context) -> None:
+            with contextlib.suppress(grpc.aio.InternalError):  # the connection is gone, which gRPC would log
+                await answered(request, context)
+
         return handled
 
     def _cancel(self, task: asyncio.Task[Any], reason: str) -> None:
@@ -465,8 +469,10 @@ class Door(Closing):
         async with asyncio.timeout(HANDSHAKE_S):
             site, public = await self._greet(context)
             seen = await self._disk(partial(self._heads.known, _owner(site, public)))
+        if not self._is_member(site.name, public):  # it was removed meanwhile
+            raise MemberError("site", site.name, expected="a site of the federation, with its key")
         peer = context.peer()
-        self._front.proved(peer)
+        self._front.proved(peer, site.name)
         if site.session is not None:
             site.session.end("the site has opened another session")
         session = site.session = Session(os.urandom(32), partial(self._cancel, task))
@@ -513,6 +519,7 @@ class Door(Closing):
             Head(proof.seen.number, proof.seen.hash),
         )
         site.rate.take()
+        site.sessions.take()
         await self._disk(partial(self._heads.check, hello.name, seen))
         return site, proof.key
 
@@ -525,10 +532,13 @@ class Door(Closing):
         nonces = Nonces(hello.nonce, os.urandom(NONCE))
         await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonces.door)).SerializeToString())
         proof = _said(await context.read(), "proof").proof
-        federation = self._federation()
-        verify_proof(proof.signature, hello.name, proof.key, federation.entrance, nonces)
-        member = federation.site(hello.name)
-        return proof, member is not None and member.key == proof.key
+        verify_proof(proof.signature, hello.name, proof.key, self._federation().entrance, nonces)
+        return proof, self._is_member(hello.name, proof.key)
+
+    def _is_member(self, name: str, public: bytes) -> bool:
+        """Whether the newest version of the federation has a site with a key."""
+        member = self._federation().site(name)
+        return member is not None and member.key == public
 
     # Strangers, in the thread of the event loop.
 
@@ -550,7 +560,7 @@ class Door(Closing):
         newest = self._federation()
         following = await self._disk(partial(self._enrolments.following, hello.installed, newest))
         document = _document(following)
-        self._front.proved(context.peer())
+        self._front.proved(context.peer(), hello.name)
         try:
             for at in range(0, len(document), CHUNK):
                 await _write(context, pb.ToSite(document=document[at : at + CHUNK], newest=newest.version))
@@ -592,9 +602,11 @@ class Door(Closing):
         self._enrolments.settle(federation)
         self._front.resize(len(federation.sites) or _FIRST)
         for site in self._sites.values():
-            member = federation.site(site.name)
-            if site.session is not None and (member is None or member.key != site.public):
-                site.session.end("the site is no longer in the federation with this key")
+            self._end_if_removed(site)
+
+    def _end_if_removed(self, site: Site) -> None:
+        if site.session is not None and not self._is_member(site.name, site.public):
+            site.session.end("the site is no longer in the federation with this key")
 
     async def _hear(self, site: Site, session: Session, context: Context) -> None:
         while True:
@@ -606,6 +618,7 @@ class Door(Closing):
             said = _parsed(pb.FromSite, data)
             match said.WhichOneof("said"):
                 case "alive":
+                    self._end_if_removed(site)  # by a command that has not reached this process
                     head = await self._disk(partial(self._heads_with, site, said.alive.head))
                     session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":

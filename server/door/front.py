@@ -34,6 +34,8 @@ _FLUSH_S = 2.0
 """Seconds in which a peer must have read what is left for it when its connection ends."""
 _KNOWN_S = 3600.0
 """Seconds for which an address at which a site has proved itself is known."""
+_ADDRESSES = 4
+"""Addresses at which a site is known, the newest."""
 _BACKLOG = 1024
 
 
@@ -150,8 +152,8 @@ class Front:
         self.resize(sites)
         self._passages: dict[int, _Passage] = {}
         """By their numbers, the oldest first."""
-        self._known: dict[str, float] = {}
-        """When a site has proved itself last at an address, the longest ago first."""
+        self._known: dict[str, tuple[float, str]] = {}
+        """When a site has proved itself last at an address, and its name, the longest ago first."""
         self._numbers = 0
         self._beginning: set[asyncio.Task[None]] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="cloister-"))  # short: the path of a socket has 107 bytes
@@ -199,15 +201,16 @@ class Front:
         passage = self._passages.get(_number(peer))
         return "a connection that has ended" if passage is None else passage.address
 
-    def proved(self, peer: str) -> None:
-        """A peer of gRPC has proved who it is: its connection is without a limit, until `ended`."""
+    def proved(self, peer: str, name: str) -> None:
+        """A peer of gRPC has proved which site it is: its connection is without a limit, until `ended`."""
         passage = self._passages.get(_number(peer))
         if passage is not None:
             passage.proved = True
             self._known.pop(passage.address, None)
-            self._known[passage.address] = time.monotonic()
-            if len(self._known) > self._most[True]:
-                del self._known[next(iter(self._known))]
+            own = [address for address, (_, site) in self._known.items() if site == name]
+            if len(own) == _ADDRESSES:
+                del self._known[own[0]]
+            self._known[passage.address] = time.monotonic(), name
 
     def ended(self, peer: str) -> None:
         """The session of a peer has ended: its connection is as one without a proof."""
@@ -272,7 +275,8 @@ class Front:
             next(passage for passage in waiting.values() if passage.address == crowd).abort()
 
     def _is_known(self, address: str, now: float) -> bool:
-        return now - self._known.get(address, -_KNOWN_S) < _KNOWN_S
+        at, _ = self._known.get(address, (-_KNOWN_S, ""))
+        return now - at < _KNOWN_S
 
 
 class _Arrival(asyncio.Protocol):

@@ -20,6 +20,8 @@ _UNSENT = 64
 """Messages to a site that wait to be sent; a site that does not read them is disconnected."""
 _BURST, _RATE = 2048, 100.0
 """Messages of a session and transfers of a site that may come at once, and a second."""
+_SESSIONS, _SESSION_S = 30, 5.0
+"""Sessions that a site may open at once, and the seconds after which one more: each leaves lines in logs."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Site:
     taken: Path | None = None
     """The folder of the vectors of the reply that was taken last: they stay until the site is asked for another."""
     rate: Rate = field(default_factory=lambda: Rate(_BURST, _RATE))
+    sessions: Rate = field(default_factory=lambda: Rate(_SESSIONS, 1 / _SESSION_S))
     sent: int = 0
     """Bytes of vectors that it was sent in the present run."""
     received: int = 0

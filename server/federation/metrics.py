@@ -7,13 +7,18 @@ The figures are a function of the events in the run's folder, so they are right 
 from __future__ import annotations
 
 import ipaddress
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,6 +27,11 @@ from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import EngineError, RosterError
 from cloister.protocol.identity.address import host_of
 from cloister.server.record import progress
+
+_TIMEOUT_S = 10.0
+"""Seconds for which a connection may say nothing."""
+_CONNECTIONS = 16
+"""Connections at once; a further one is closed."""
 
 
 class Metrics(Collector):
@@ -148,19 +158,69 @@ def served(metrics: Metrics, address: str, *, on_network: bool) -> Iterator[str]
         )
     registry = CollectorRegistry()
     registry.register(metrics)
+    shown = f"[{host}]" if ":" in host else host
     try:
-        server, thread = start_http_server(int(port), host, registry)
+        app = make_wsgi_app(registry)
+        served = app if on_network else _of_this_machine(app)
+        server = make_server(host, int(port), served, _V6 if ":" in host else _Server, _Handler)
     except OSError as error:
         raise EngineError(
             "--metrics", address, expected=f"an address that is free ({error.strerror or error})"
         ) from error
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
     try:
-        shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    """A connection that logs nothing and does not stay silent."""
+
+    timeout = _TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread for each connection, and few of them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+
+class _V6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _of_this_machine(app: WSGIApplication) -> WSGIApplication:
+    """Refuses requests by another name, as a page in a browser sends them whose name was made one of loopback."""
+
+    def answered(environ: WSGIEnvironment, start: StartResponse) -> Any:
+        name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+        if name == "localhost" or _loopback(name):
+            return app(environ, start)
+        start("403 Forbidden", [])
+        return []
+
+    return answered
 
 
 def _loopback(host: str) -> bool:

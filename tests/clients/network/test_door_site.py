@@ -26,7 +26,9 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance
-from cloister.protocol.messages.messages import Contribution, Joined
+from cloister.protocol.messages.envelope import Sender
+from cloister.protocol.messages.messages import Contribution, Failed, Joined
+from cloister.server.door import grid as server_grid
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.tests.parties.door_parties import (
     AUTHORITY,
@@ -181,6 +183,47 @@ def test_a_site_stays_from_run_to_run_and_keeps_no_vector(
             assert site.run_label == "second"
             assert site.heard_at > heard_at
     assert caplog.text.count("connected to") == 1
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["frame", "long frame"])
+def test_a_site_fetches_nothing_for_a_request_that_is_not_signed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    """Of a long first frame the signature alone is known before; for the vectors behind it nothing is fetched."""
+    model = np.arange(10_000, dtype=np.float32)
+    if long:
+        monkeypatch.setattr(server_grid, "SMALL", 0)
+    stranger = Sender(new_identity(), "first", 1)
+    with (
+        door() as served,
+        AtDoor(tmp_path / "1", door=served, run="first", sender=stranger) as channel,
+        connected(channel, Answering(), tmp_path),
+    ):
+        ((_, reply),) = channel.ask({1: contribute(model)}, WAIT_S, group="1")
+        assert isinstance(reply, Failed)
+        assert "SignatureError" in reply.reason or "a signature with the coordinator's key" in reply.reason
+        assert [site.sent for site in channel.connected()] == [0]
+        assert not list(tmp_path.glob("site-1/*"))
+
+
+def test_long_requests_leave_one_frame_beside_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_grid, "SMALL", 0)
+    model, kept = np.arange(1000, dtype=np.float32), tmp_path / "site-1"
+    with (
+        door() as served,
+        AtDoor(tmp_path / "1", door=served) as channel,
+        connected(channel, Answering(), tmp_path),
+    ):
+        assert list(channel.ask({1: contribute(model)}, WAIT_S, group="1"))
+        held = {path.name for path in kept.iterdir()}
+        for number in range(5):
+            assert list(channel.ask({1: join_request(f"{number}")}, WAIT_S, group="1")) == [
+                (1, Joined("site-1"))
+            ]
+            assert len(list(kept.iterdir())) == len(held)
+        assert len(held & {path.name for path in kept.iterdir()}) == len(held) - 1, "the model stays"
 
 
 def test_what_a_site_holds_of_a_run_goes_when_it_is_over(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -169,6 +170,43 @@ def test_a_site_that_leaves_the_federation_is_disconnected_and_stays_out(tmp_pat
         assert door.connected() == ["site-3"]
         for name in ("site-1", "site-2"):
             assert isinstance(why(tmp_path, entrance_at(door.address), name=name), MemberError)
+
+
+def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(tmp_path: Path) -> None:
+    """The command was killed after it has published; or the site proves itself while it is published."""
+    members = {name: identity_of(name) for name in NAMES}
+    whole = federation_of(members)
+    rest = federation_of({name: members[name] for name in NAMES[1:]})
+    newest = [whole]
+    with Door(lambda: CERTIFICATE, lambda: newest[0], "127.0.0.1:0") as door:
+        with AtDoor(tmp_path, door=door) as channel, Raw(channel) as raw:
+            call, _ = raw.open("site-1")
+            newest[0] = rest
+            raw.say(alive=Alive())
+            with pytest.raises(grpc.RpcError) as raised:
+                list(call)
+            assert raised.value.code() is grpc.StatusCode.ABORTED
+        newest[0], known = whole, door._heads.known
+
+        def published_now(owner: str) -> Any:
+            newest[0] = rest
+            return known(owner)
+
+        with mock.patch.object(door._heads, "known", published_now):
+            assert isinstance(why(tmp_path, entrance_at(door.address)), MemberError)
+        assert door.connected() == []
+
+
+def test_sessions_of_a_site_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaves lines in logs and in the run's folder."""
+    monkeypatch.setattr(server_sites, "_SESSIONS", 3)
+    with open_channel(tmp_path) as channel:
+        for _ in range(3):
+            with Raw(channel) as raw:
+                raw.open("site-1")
+        assert isinstance(why(tmp_path, entrance_at(channel.address)), DoorError)
+        with connected(channel, Answering("site-2"), tmp_path):
+            pass
 
 
 def test_a_certificate_that_has_expired_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +106,21 @@ def test_a_peer_that_does_not_read_is_cut_off(
         while len(os.listdir("/proc/self/fd")) > open_before + 1:  # the peer's own
             assert time.monotonic() < until
             threading.Event().wait(0.01)
+
+
+def test_addresses_of_one_site_do_not_make_those_of_another_unknown() -> None:
+    front = Front(2)
+    passages = {}
+    front._passages = passages  # type: ignore[assignment]  # of which a proof needs the address alone
+
+    def proved(address: str, name: str) -> None:
+        passages[1] = SimpleNamespace(address=address, proved=False)
+        front.proved("unix:/front/1", name)
+
+    proved("192.0.2.1", "east")
+    for number in range(200):
+        proved(f"2001:db8:{number:x}::", "mallory")
+    known = [address for address in front._known if front._is_known(address, time.monotonic())]
+    assert known == ["192.0.2.1", *(f"2001:db8:{number:x}::" for number in range(196, 200))]
+    proved("192.0.2.1", "mallory")
+    assert front._is_known("192.0.2.1", time.monotonic())

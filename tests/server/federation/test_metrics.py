@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import queue
+import socket
+import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -123,6 +127,39 @@ def test_a_flag_allows_the_network_and_a_wrong_address_is_said() -> None:
     for wrong in ("9464", "127.0.0.1", "127.0.0.1:99999", "http://127.0.0.1:1"):
         with raises(EngineError, "--metrics", says="HOST:PORT"), served(Metrics(), wrong, on_network=True):
             pass
+
+
+@pytest.mark.parametrize(("host", "code"), [("evil.example", 403), ("localhost", 200), ("127.0.0.1:1", 200)])
+def test_on_loopback_requests_by_another_name_are_refused(host: str, code: int) -> None:
+    with served(Metrics(), "127.0.0.1:0", on_network=False) as address:
+        asked = urllib.request.Request(address, headers={"Host": host})
+        try:
+            with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+                found = answer.status
+        except HTTPError as error:
+            found = error.code
+        assert found == code
+
+
+def test_connections_that_are_silent_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.server.federation.metrics._CONNECTIONS", 2)
+    monkeypatch.setattr("cloister.server.federation.metrics._Handler.timeout", 0.3)
+    with served(Metrics(), "127.0.0.1:0", on_network=False) as address, ExitStack() as opened:
+        url = urlsplit(address)
+        assert url.hostname
+        assert url.port
+        for _ in range(3):
+            silent = opened.enter_context(socket.create_connection((url.hostname, url.port), WAIT_S))
+        assert silent.recv(1) == b"", "it has no place, and is closed at once"
+        for _ in range(2):
+            opened.enter_context(socket.create_connection((url.hostname, url.port), WAIT_S))
+        until = time.monotonic() + WAIT_S
+        while True:
+            try:
+                assert read(address) == {("cloister_running",): 0.0}
+                return
+            except OSError:
+                assert time.monotonic() < until
 
 
 def test_a_coordinator_does_not_start_with_metrics_for_all(
