@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cloister.protocol.errors import EngineError
 from cloister.server.door import door as server_door
+from cloister.server.federation import metrics as server_metrics
 from cloister.server.federation.metrics import Metrics, served
 from cloister.server.record.progress import (
     AttemptFailed,
@@ -142,8 +143,9 @@ def test_on_loopback_requests_by_another_name_are_refused(host: str, code: int) 
 
 
 def test_connections_that_are_silent_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.server.federation.metrics._CONNECTIONS", 2)
-    monkeypatch.setattr("cloister.server.federation.metrics._Handler.timeout", 0.3)
+    monkeypatch.setattr(server_metrics, "_CONNECTIONS", 2)
+    assert server_metrics._Handler.timeout == server_metrics._TIMEOUT_S
+    monkeypatch.setattr(server_metrics._Handler, "timeout", 0.3)
     with served(Metrics(), "127.0.0.1:0", on_network=False) as address, ExitStack() as opened:
         url = urlsplit(address)
         assert url.hostname
