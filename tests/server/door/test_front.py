@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -110,8 +111,8 @@ def test_a_peer_that_does_not_read_is_cut_off(
 
 def test_addresses_of_one_site_do_not_make_those_of_another_unknown() -> None:
     front = Front(2)
-    passages = {}
-    front._passages = passages  # type: ignore[assignment]  # of which a proof needs the address alone
+    passages: dict[int, Any] = {}
+    front._passages = passages  # of which a proof needs the address alone
 
     def proved(address: str, name: str) -> None:
         passages[1] = SimpleNamespace(address=address, proved=False)
