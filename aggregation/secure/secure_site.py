@@ -448,8 +448,8 @@ class SecureSite:
             return
         masks.check(vector, offset)  # before its range is recorded
         masking.begin(offset, offset + vector.size)
-        seeds, cipher = self._received.seeds, self.contract.cipher
-        masks.apply(vector, seeds.add, seeds.subtract, offset=offset, cipher=cipher, threads=threads)
+        seeds = self._received.seeds
+        masks.apply(vector, seeds.add, seeds.subtract, offset=offset, threads=threads)
         masking.finish(vector.size)
 
     def take_seeds(self, *, instructions: bytes) -> Seeds:

@@ -93,8 +93,6 @@ class Contract:
     """d: elements of a vector."""
     layout: bytes
     """Digest of what the elements mean."""
-    cipher: masks.Cipher = "aes-256-ctr"
-    """The mask's keystream."""
     group: int = 0
     """The group of each round's cohort that is summed. A site derives its own from the draw, so that no coordinator can
     have it in two sums of a round."""
@@ -135,7 +133,7 @@ _graph = lru_cache(maxsize=8)(Graph)
 
 
 def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
-    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring, layout and cipher."""
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring and layout."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -153,7 +151,6 @@ def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameter
             contract.ring_bits,
             contract.length,
             contract.layout,
-            contract.cipher,
         )
     ).digest()
 
