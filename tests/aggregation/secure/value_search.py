@@ -297,7 +297,7 @@ class Values:
                 hashes = tuple((names[j], *hashes_for(sites[j][1], names[i])) for j in others)
                 site.receive(Inbox(context, u2, sealed, hashes))
                 vector = np.zeros(self._setting.contract.length, np.uint32)
-                site.mask(vector, instructions=site.attempt.instructions)
+                site.mask([(0, vector)], instructions=site.attempt.instructions)
                 masked = site.masked(bytes(32))
                 said.append((site, masked, site.confirm(Survivors(context, u3))))
             signatures = tuple((it.site, it.signature) for _, _, it in said)
