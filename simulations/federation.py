@@ -98,7 +98,6 @@ def simulate(
     folder: RunFolder,
     observe: Observer,
     *,
-    engine: str = "local",
     workers: int | None = None,
     ray_address: str | None = None,
     watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
@@ -108,23 +107,24 @@ def simulate(
     Args:
         folder: The run folder; the sites' folders are made in it, under `sites/`.
         observe: Receives the run's events.
-        engine: `local` or `flower`.
         workers: Worker processes; None: as many as the hardware of this machine, or of the cluster, allows.
-        ray_address: HOST:PORT of the running Ray cluster that the engine `flower` joins; None: it starts one here.
-        watch: Called when a site starts and stops working, if the engine knows.
+        ray_address: HOST:PORT of a running Ray cluster, for Flower's simulation runtime; None: worker processes of this
+            machine.
+        watch: Called when a site of this machine starts and stops working.
 
     Raises:
         CloisterError: the run stopped; it can be resumed.
     """
     plan = folder.plan
-    _check_engine(engine, workers, ray_address)
+    if workers is not None and workers < 1:
+        raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
         finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
     phases = Phases()
     with phases.during(Phase.PREPARE):
         dataset = DatasetLedger.of(plan)
-        on_cpu = engine == "local" and not torch.cuda.is_available()
+        on_cpu = ray_address is None and not torch.cuda.is_available()
         _check(folder, dataset, 1 + len(_places(plan, workers)) if on_cpu else 0)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
@@ -134,15 +134,15 @@ def simulate(
 
     worker_rss: int | None = None
     app = server_app(main)
-    if engine == "flower":
+    if ray_address is not None:
         run_on_flower(
             app,
             partial(make_client_app, sites.absolute(), plan),
             plan.cohort.sites,
+            ray_address,
             workers=workers,
             threads=plan.local.threads,
             workers_per_gpu=plan.simulation.workers_per_gpu,
-            address=ray_address,
             shared=folder.path,
         )
     else:
@@ -151,13 +151,6 @@ def simulate(
             peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
             worker_rss = max((peak for peak in peaks if peak is not None), default=None)
     return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
-
-
-def _check_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
-    if workers is not None and workers < 1:
-        raise EngineError("--workers", workers, expected="1 or more")
-    if ray_address is not None and engine != "flower":
-        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
 
 
 def _coordinate(

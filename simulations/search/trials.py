@@ -49,7 +49,6 @@ _HELD_S = 60.0
 class Engine:
     """What runs the sites of each trial: the options of `simulate`."""
 
-    engine: str = "local"
     workers: int | None = None
     ray_address: str | None = None
 
@@ -196,7 +195,6 @@ def _simulate(theirs: Connection, path: Path, plan: Plan, engine: Engine) -> Non
         simulate(
             folder,
             observe,
-            engine=engine.engine,
             workers=engine.workers,
             ray_address=engine.ray_address,
         )
