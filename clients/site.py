@@ -190,7 +190,7 @@ class Site:
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         demands.take_consent(plan, request.run)
         if loaded.sums.terms is not None:
-            check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
+            check_source(self.config.data, split=self.config.split)
             check_tokenizer(loaded.model.tokenizer, plan.data)
         elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")

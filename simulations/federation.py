@@ -10,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -460,21 +459,19 @@ def _check_public_sources(plan: Plan) -> None:
 
 def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
     """Write every site's records, and those that no site has; `alter` as for `write_sites`, errors as `lay_out`."""
-    kept, parts, apart = divided(plan, folder / ".cache")
+    kept, parts, apart = divided(plan)
     write_sites(folder, kept, parts, alter)
     if apart:
         write_records(SitesFolder(folder).public_records, apart)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
 def divided(
-    plan: Plan, cache: Path | None = None, unusable: Unusable | None = None
+    plan: Plan, unusable: Unusable | None = None
 ) -> tuple[Records, list[list[int]], list[Mapping[str, Any]]]:
-    """Read the records of a simulation and divide them over its sites, without a file written but in `cache`.
+    """Read the records of a simulation and divide them over its sites, without a file written.
 
     Args:
         plan: The plan.
-        cache: As for `read_records`.
         unusable: As for `usable`.
 
     Returns:
@@ -486,7 +483,7 @@ def divided(
     """
     simulation = plan.simulation
     _check_public_sources(plan)
-    corpus = usable(plan, "simulation.source", simulation.source, simulation.split, cache, unusable)
+    corpus = usable(plan, "simulation.source", simulation.source, simulation.split, unusable)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     # The end of a single text can be held out.
     divides = plan.data.format == "text" and plan.data.task == "generate"
@@ -500,7 +497,6 @@ def usable(
     field: str,
     source: str,
     split: str = "train",
-    cache: Path | None = None,
     unusable: Unusable | None = None,
 ) -> Corpus:
     """Read a source that a field of the plan names, and check that one of its records can be used.
@@ -510,14 +506,13 @@ def usable(
         field: The field.
         source: The source.
         split: Split of a hub data set.
-        cache: As for `read_records`.
         unusable: Counts the records that cannot be used; without it, one that can be used is enough.
 
     Raises:
         DataError: the records cannot be read, or none of them can be used.
     """
     try:
-        corpus = corpus_records(source, field=field, split=split, cache=cache)
+        corpus = corpus_records(source, field=field, split=split)
         count, path = unusable or Unusable(), Path(source).expanduser()
         # Read again where errors can name a line: as a rule the first record can be used.
         records = read_each(str(path), count, documents=True) if path.exists() else corpus.records
