@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
-from cloister.aggregation.secure.keys import Agreements
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.sums import BYTES, CORRECT, Sums, confusion_counters
 from cloister.aggregation.vector.ring import RingVector
@@ -97,8 +96,6 @@ class Simulated:
     """The ledger over runs that all sites charge."""
     sequences: Callable[[], Prepared | None] = lambda: None
     """Gives the site's sequences, if they were made for all sites together; picklable."""
-    agreements: Agreements | None = None
-    """The secrets that sites in this process have agreed on."""
     task: Callable[[Task], Task] = lambda task: task
     """The task of an update as this site does it: a poisoned site changes it."""
 
@@ -135,8 +132,6 @@ class Site:
         self._kept = Kept(config.folder, simulated.bases or config.folder)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
-        # What the site's attempts are derived from, besides the sum and the files in its folder.
-        self._folder, self._derived_from = config.folder, (config, simulated.agreements)
 
     @property
     def guard(self) -> Guard:
@@ -210,7 +205,7 @@ class Site:
         """
         told, about, opened = request.told, request.sum, self._resident.opened
         if isinstance(told, Begin):
-            opened.pop(self._folder, None)
+            opened.pop(self.config.folder, None)
         attempts = self._under_way(about)
         if attempts is None:
             loaded, demands = self._open(about), self._demands(about.run)
@@ -221,9 +216,9 @@ class Site:
             attempts = self._attempts(loaded, about)
         answer = attempts.agree(told, about.round)
         if isinstance(told, Unmask):  # which ends the attempt
-            opened.pop(self._folder, None)
+            opened.pop(self.config.folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
-            opened[self._folder] = self._derived_from, about, attempts
+            opened[self.config.folder] = self.config, about, attempts
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -326,8 +321,8 @@ class Site:
 
     def _under_way(self, about: SumId) -> Attempts | None:
         """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
-        known = self._resident.opened.get(self._folder)
-        return known[2] if known is not None and known[:2] == (self._derived_from, about) else None
+        known = self._resident.opened.get(self.config.folder)
+        return known[2] if known is not None and known[:2] == (self.config, about) else None
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         """The attempts at a sum, derived if this process does not have them."""
@@ -341,7 +336,7 @@ class Site:
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
         history = partial(self._history, loaded, sum_id)
-        return Attempts(folder, contract, member, history, self._simulated.agreements)
+        return Attempts(folder, contract, member, history)
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

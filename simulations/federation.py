@@ -21,7 +21,6 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.clients.ranks.resident import Resident
@@ -295,8 +294,7 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    agreements = Agreements()
-    return client_app(partial(_site_of, sites, plan, agreements), explain=one_line)  # one machine, one owner
+    return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -330,15 +328,13 @@ def _share_base(sites: Path, base: Vector) -> None:
         write_file(path, lambda temporary: save_vector(temporary, base))
 
 
-def _site_of(sites: Path, plan: Plan, agreements: Agreements, context: Context, resident: Resident) -> Faulty:
+def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
     index = int(context.node_config["partition-id"])
-    site = open_site(sites, plan, index, resident, agreements)
+    site = open_site(sites, plan, index, resident)
     return Faulty(site, plan, profile_of(plan, index).speed)
 
 
-def open_site(
-    sites: Path, plan: Plan, index: int, resident: Resident, agreements: Agreements | None = None
-) -> Site:
+def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
     """The simulated site with a number: an ordinary site, whose noise is secret or that of the declared seed.
 
     Args:
@@ -346,7 +342,6 @@ def open_site(
         plan: The run's plan.
         index: The number.
         resident: The state that the process has in memory for its sites.
-        agreements: The secrets that its sites have agreed on.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     simulated = Simulated(
@@ -354,7 +349,6 @@ def open_site(
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
-        agreements=agreements,
         task=partial(multiplied, scale_of(plan, index)),
     )
     return Site(config, resident, simulated=simulated)

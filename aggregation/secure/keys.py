@@ -56,31 +56,6 @@ class Exchange:
             ) from None
 
 
-class Agreements:
-    """Agreed secrets of sites that one process simulates: what one end has computed, the other need not.
-
-    It has the secrets of one attempt, each until its other end has taken it. A deployed site has no such object.
-    """
-
-    def __init__(self) -> None:
-        self._context = b""
-        self._secrets: dict[frozenset[bytes], bytes] = {}
-
-    def secret(self, exchange: Exchange, public: bytes, context: bytes) -> bytes:
-        """What `exchange.secret(public)` returns, in the attempt with this context.
-
-        Raises:
-            OneTimeKeyError: as `Exchange.secret`.
-        """
-        if context != self._context:
-            self._context, self._secrets = context, {}
-        pair = frozenset((exchange.public, public))
-        secret = self._secrets.pop(pair, None)
-        if secret is None:
-            secret = self._secrets[pair] = exchange.secret(public)
-        return secret
-
-
 def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
     """HKDF-SHA256 of `secret`: a key of 32 bytes."""
     return HKDF(SHA256(), KEY, salt, info).derive(secret)

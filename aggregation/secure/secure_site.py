@@ -141,7 +141,6 @@ class SecureSite:
         random: Returns that many bytes from a cryptographic source.
         answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
         past: What the site has done before the attempt.
-        agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class SecureSite:
         random: Callable[[int], bytes],
         answered: Callable[[Answered], None],
         past: Past = Past(),
-        agreements: keys.Agreements | None = None,
     ) -> None:
         self.contract = contract
         self.member = member
@@ -160,7 +158,6 @@ class SecureSite:
         self.answered = answered
         self._random = random
         self._past = past
-        self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
         self._masks: Literal["closed", "open", "used"] = "closed"
         """`open`: the masks may be used, here or by the ranks, once; `used`: they were, to the end."""
@@ -228,9 +225,7 @@ class SecureSite:
 
         shown = transcript(ctx, peers.advertised)
         secrets = {
-            site: self._secret(self._keys.share, advertised[site].share_key)
-            for site in holders
-            if site != self.name
+            site: self._keys.share.secret(advertised[site].share_key) for site in holders if site != self.name
         }
         seed = self._random(masks.SEED)
         indices = [graph.index(site) for site in holders]
@@ -252,11 +247,6 @@ class SecureSite:
         self._shared = _Shared(advertised, shown, secrets, seed, own)
         committed = commitment(ctx, seed)
         return self._finish(peers, Shares(ctx, self.name, committed, tuple(sealed), tuple(hashes)))
-
-    def _secret(self, exchange: keys.Exchange, public: bytes) -> bytes:
-        if self._agreements is None:
-            return exchange.secret(public)
-        return self._agreements.secret(exchange, public, self.attempt.context)
 
     def _check_holders(self, present: Iterable[str]) -> None:
         """3f, 4c: t holders of this site's shares, itself among them in the complete graph."""
@@ -320,7 +310,7 @@ class SecureSite:
 
         seeds = {
             site: keys.mask_seed(
-                self._secret(self._keys.mask, self._shared.peers[site].mask_key),
+                self._keys.mask.secret(self._shared.peers[site].mask_key),
                 transcript=self._shared.transcript,
                 context=self.attempt.context,
                 one=self.name,

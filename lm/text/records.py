@@ -301,7 +301,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _one_text(file: Path, most: float) -> Record:
-    if not file.is_file() or file.stat().st_size > most:
+    if file.exists() and not (file.is_file() and file.stat().st_size <= most):
         raise DataError("data", str(file), expected=f"a text of at most {most} bytes")
     try:
         return {"text": file.read_text(encoding="utf-8-sig")}

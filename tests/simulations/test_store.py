@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import preparation_of
 from cloister.lm.text.data import Preparation, Prepared, Store
@@ -80,7 +79,7 @@ def test_a_simulated_site_uses_them_and_reads_no_file(
 
 @pytest.mark.slow
 def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> None:
-    """Those read their own files and share nothing; the simulated ones share sequences, and agree once on a secret."""
+    """Those read their own files and share nothing; the simulated ones share sequences."""
     found = []
     for way in ("deployed", "simulated"):
         federation = Federation(tmp_path / way, tiny("run.rounds=1", "simulation.durable=false"))
@@ -88,9 +87,8 @@ def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> No
         if way == "simulated":
             made(federation)
             federations._store.cache_clear()
-            agreements = Agreements()
             for index, name in enumerate(federation.names):
-                site = partial(open_site, folder, plan, index, federation.resident, agreements)
+                site = partial(open_site, folder, plan, index, federation.resident)
                 federation.channel.sites[name] = site
         RunFolder.create(tmp_path / f"run-{way}", plan).close()
         with RunFolder.reopen(tmp_path / f"run-{way}") as run_folder:

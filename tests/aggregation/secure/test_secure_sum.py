@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -424,31 +423,3 @@ def test_masks_of_sites_with_different_models_do_not_cancel() -> None:
         keys.mask_seed(secret, transcript=bytes(32), context=ctx, one="a", other="b") for ctx in contexts
     }
     assert len(seeds) == 2
-
-
-def test_sites_of_one_process_agree_once_on_each_secret_and_say_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With `Agreements`, as in a simulation: half of the agreements, the same messages, nothing kept."""
-    computed = []
-    secret = keys.Exchange.secret
-
-    def counted(exchange: keys.Exchange, public: bytes) -> bytes:
-        computed.append(public)
-        return secret(exchange, public)
-
-    monkeypatch.setattr(keys.Exchange, "secret", counted)
-    alone = Parties(5)
-    alone.to_request()
-    agreements = keys.Agreements()
-    together = Parties(5, site=functools.partial(SecureSite, agreements=agreements))
-    together.to_request()
-    assert together.said == alone.said
-    tried_by_coordinators = 2 * 5 * 2
-    assert len(computed) == 5 * 4 * 2 + 5 * 4 + tried_by_coordinators
-    one, other = (keys.Exchange(bytes([number]) * 32) for number in (1, 2))
-    computed.clear()
-    for context_of_attempt in (b"first", b"second"):  # a later attempt takes none of an earlier one
-        agreements.secret(one, other.public, context_of_attempt)
-    assert agreements.secret(other, one.public, b"second") == secret(one, other.public)
-    assert len(computed) == 2
