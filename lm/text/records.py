@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
@@ -40,17 +40,7 @@ _R = TypeVar("_R")
 Record = Mapping[str, Any]
 
 
-class Records(Protocol):
-    """A list-like collection of dicts, such as a `datasets.Dataset` or a list."""
-
-    def __len__(self) -> int:
-        """Count the records."""
-
-    def __getitem__(self, index: int, /) -> Record:
-        """Return one record."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the records in order."""
+Records = Sequence[Record]
 
 
 class Unusable:
@@ -143,21 +133,16 @@ def read_records(source: str, *, split: str = "train") -> Records:
     Args:
         source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
             of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
-            `owner/name:configuration`. The records of files are read into memory.
+            `owner/name:configuration`. The records are read into memory.
         split: Split of a hub data set; files have none.
 
     Raises:
         DataError: the source is missing, without records, or broken (with file and line); or the hub lacks the name or
             cannot be reached.
     """
-    path = Path(source).expanduser()
-    if path.exists():
-        with _readable(path):
-            records: Records = list(read_each(source, _AllUsable(), documents=True))
-    else:
-        _check_name(source)
-        records = _read_hub(source, split)
-    if len(records) == 0:
+    with _readable(Path(source)):
+        records = list(read_each(source, _AllUsable(), split=split, documents=True))
+    if not records:
         raise DataError(
             "data", source, expected=f"at least one record, in files that end in {', '.join(_KINDS)}"
         )

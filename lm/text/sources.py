@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from cloister.protocol.errors import DataError, one_line
+from cloister.protocol.errors import DataError
 
 
 def overlap(source: str, records: str, field: str) -> bool:
@@ -26,25 +29,54 @@ def overlap(source: str, records: str, field: str) -> bool:
         return source == records
     if not Path(source).expanduser().exists():
         return source.partition(":")[0].lower() == records.partition(":")[0].lower()
-    if not Path(records).expanduser().exists():
-        return False
-    theirs = _places(records, field)
+    path = Path(records).expanduser()
+    theirs = {each.resolve() for each in (path, *(path.iterdir() if path.is_dir() else ()))}
     around = theirs.union(*(each.parents for each in theirs))
-    return any(place in around or not theirs.isdisjoint(place.parents) for place in _places(source, field))
+    return any(
+        place in around or not theirs.isdisjoint(place.parents) for place in places(Path(source), field)
+    )
 
 
-def _places(source: str, field: str) -> set[Path]:
-    """Where a file or folder is, and each file of the folder, behind all links.
+def places(file: Path, field: str) -> Iterator[Path]:
+    """Where a file or folder is, and each file of the folder: by its name, and each link on the way to it.
+
+    Args:
+        file: The file or folder; a name of something else is none.
+        field: The field or option that named it.
 
     Raises:
         DataError: a link leads nowhere.
     """
-    path = Path(source).expanduser()
-    entries = [path]
+    path = file.expanduser()
+    files = [path]
     if path.is_dir():
         with contextlib.suppress(PermissionError):  # what cannot be listed is not read either
-            entries += path.iterdir()
-    try:
-        return {each.resolve(strict=True) for each in entries}
-    except (OSError, RuntimeError) as error:
-        raise DataError(field, str(path), expected=f"a file or folder ({one_line(error)})") from error
+            files += [entry for entry in path.iterdir() if not entry.is_dir()]
+    for each in files:
+        yield each.absolute()
+        try:
+            yield from _hops(each)
+        except OSError as error:
+            raise DataError(field, str(each), expected=f"a file or folder ({error.strerror})") from error
+
+
+def _hops(path: Path) -> Iterator[Path]:
+    """Each link by which a path leads to its file, where it is, and then the file.
+
+    Raises:
+        OSError: there are more links than the system follows, as in a loop, or one cannot be read.
+    """
+    here, left, links = Path("/"), list(reversed(path.absolute().parts)), 0
+    while left:
+        # A link's target may have links and `..` in it, and `..` is of the folder where the links before it lead.
+        part = left.pop()
+        entry = here.parent if part == ".." else here / part
+        if not entry.is_symlink():
+            here = entry
+            continue
+        yield entry
+        links += 1
+        if links > 40:  # as Linux
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        left += reversed(entry.readlink().parts)
+    yield here

@@ -106,7 +106,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         unit_in_words=claims.unit(plan),
         relation=claims.relation(plan),
         mechanism=claims.mechanism(plan, terms),
-        method=claims.method(plan),
+        method=claims.PROSE.line("method", plan),
         clip=None if terms is None else plan.privacy.clip,
         noise_multiplier=None if terms is None else terms.noise_multiplier,
         sampling_rate=plan.privacy.sampling_rate,
@@ -119,11 +119,15 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
-        trusted=claims.trusted(plan, simulated=history.simulated),
+        trusted=claims.PROSE.said("trusted", plan, history.simulated),
         not_covered=(
             *_missing_rounds(plan, history),
-            *(claims.poisoned(plan) if history.simulated and not files.federation.exists() else ()),
-            *claims.not_covered(plan),
+            *(
+                claims.PROSE.said("poisoned", plan)
+                if history.simulated and not files.federation.exists()
+                else ()
+            ),
+            *claims.PROSE.said("not_covered", plan),
         ),
         secure=_secure(plan),
         ledger=account.ledger,
@@ -131,12 +135,12 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         dataset=over_runs(plan, history, account.epsilon),
         units=claims.things(plan),
         groups=_groups(account, terms),
-        trust_model=claims.trust_model(plan),
-        protected_from=claims.protected_from(plan),
-        responsible=claims.responsible(plan, simulated=history.simulated),
-        exposure=claims.exposure(plan, simulated=history.simulated),
+        trust_model=claims.PROSE.line("trust_model", plan),
+        protected_from=claims.PROSE.line("protected_from", plan),
+        responsible=claims.PROSE.said("responsible", plan, history.simulated),
+        exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        search=claims.searched(plan),
+        search=claims.PROSE.line("searched", plan),
     )
 
 
@@ -506,7 +510,7 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
         named = {number for number, sites in history.survivors.items() if name in sites}
-        summed = rounds = named.intersection(history.summed)
+        summed = rounds = frozenset(named.intersection(history.summed))
         if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]

@@ -16,7 +16,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import preparation_of
 from cloister.lm.text.data import Preparation, Prepared, Store
 from cloister.lm.text.tokenizer import load_tokenizer
-from cloister.privacy.accounting.claims import not_covered
+from cloister.privacy.accounting.claims import PROSE
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine import storage
 from cloister.server.record.folder import RunFolder
@@ -183,7 +183,10 @@ def test_files_that_are_removed_anyway_are_not_synced(
 
 
 def test_the_report_names_it() -> None:
-    told = [not_covered(tiny(*RECORD, f"simulation.durable={durable}")) for durable in ("true", "false")]
+    told = [
+        PROSE.said("not_covered", tiny(*RECORD, f"simulation.durable={durable}"))
+        for durable in ("true", "false")
+    ]
     assert ["simulation.durable = false" in " ".join(each) for each in told] == [False, True]
 
 
