@@ -524,9 +524,9 @@ def test_sites_that_lied_are_told(copy: Path) -> None:
 def test_a_run_whose_plan_is_refused_today_is_reported(copy: Path) -> None:
     path = RunFiles(copy).plan_file
     plan = json.loads(path.read_bytes())
-    plan["aggregation"]["colluders"] = 0.9
+    plan["simulation"]["per_site"] = True
     path.write_text(json.dumps(plan))
-    with raises(RunFolderError, "plan.json", says="aggregation.colluders"):
+    with raises(RunFolderError, "plan.json", says="simulation.per_site"):
         read_plan(copy)
     assert gather(copy).epsilon is not None
 
