@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
@@ -215,8 +216,8 @@ def check_source(source: str, *, split: str = "train") -> None:
     else:
         _check_name(source)
         name, _, configuration = source.partition(":")
-        with _hub(source, split):
-            _datasets().load_dataset_builder(name, configuration or None)
+        with _hub(source, split) as datasets:
+            datasets.load_dataset_builder(name, configuration or None)
 
 
 def fingerprint(source: str, *, split: str = "train") -> bytes:
@@ -342,7 +343,7 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
                 for row in _group_rows(table, group):
                     number += 1
                     unusable.place = f"{file}, record {number}"
-                    rows = unusable.tried(_NOT_READABLE, _decoded_row, row)
+                    rows = unusable.tried(_NOT_READABLE, _one_row, row)
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -380,14 +381,10 @@ def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch | 
         yield reason
 
 
-def _decoded_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+def _one_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
     if isinstance(row, pa.ArrowException):
         raise row
-    return _one_row(row)
-
-
-def _one_row(row: pa.RecordBatch) -> list[Record]:
-    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
     rows: list[Record] = row.to_pylist()
     if (size := _bytes(rows)) > LARGEST_RECORD:
         raise DataError("data", size, expected=f"a row of at most {LARGEST_RECORD} bytes")
@@ -433,19 +430,26 @@ def _check_document(file: Path) -> list[Record]:
 
 def _read_hub(source: str, split: str) -> Records:
     name, _, configuration = source.partition(":")
-    with _hub(source, split):
-        records: Records = _datasets().load_dataset(name, configuration or None, split=split)
+    with _hub(source, split) as datasets:
+        records: Records = datasets.load_dataset(name, configuration or None, split=split)
     return records
 
 
 @contextlib.contextmanager
-def _hub(source: str, split: str) -> Iterator[None]:
-    """Ask the hub once whether it has a data set, and explain what `datasets` raises after that."""
+def _hub(source: str, split: str) -> Iterator[Any]:
+    """Ask the hub once whether it has a data set, and explain what `datasets`, which is yielded, raises after that."""
+    # Imported here: that takes a second, and most processes have their sequences already.
+    import datasets  # type: ignore[import-untyped]  # it ships no types
+
     name = source.partition(":")[0]
     online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
-    with _quiet(), _offline(not online):
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say what matters
+    datasets.disable_progress_bars()
+    # Without a network it uses its cache alone: it would retry for half a minute.
+    offline = datasets.config.HF_HUB_OFFLINE or not online
+    with mock.patch.object(datasets.config, "HF_HUB_OFFLINE", offline):
         try:
-            yield
+            yield datasets
         except Exception as error:  # datasets raises many types for a file that it cannot read
             if not online:
                 expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
@@ -456,40 +460,3 @@ def _hub(source: str, split: str) -> Iterator[None]:
             raise DataError(
                 "data", source, expected=f"a data set with a split {split!r} ({reason})"
             ) from error
-
-
-@functools.cache
-def _datasets() -> Any:
-    """The library, imported when it is used: that takes a second, and most processes have their sequences already."""
-    import datasets  # type: ignore[import-untyped]  # it ships no types
-
-    # Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    return datasets
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars and logs of datasets; its exceptions say what matters."""
-    datasets = _datasets()
-    level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _offline(switch: bool) -> Iterator[None]:
-    """Let datasets use only its cache: without a network it would retry for half a minute."""
-    datasets = _datasets()
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or switch
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
