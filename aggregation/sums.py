@@ -176,6 +176,5 @@ class Sums(Basis):
             ring_bits=plan.aggregation.ring_bits,
             length=layout.length,
             layout=hashlib.sha256(meaning).digest(),
-            cipher=plan.aggregation.cipher,
             group=group,
         )

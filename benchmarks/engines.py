@@ -4,9 +4,9 @@ The same two apps run on both engines. A case is a number of sites and the conte
 model to each site and an update back (1e6 float32, 4 MB, each way; the model is one object in every message).
 
 * round_s: median seconds of a round, from the first message pushed to the last reply read by the `ServerApp`.
-* start_s: seconds from the call that starts the engine until the `ServerApp` knows all sites and has the replies of its
-  first round, less one round_s. That covers processes, registering the sites, and the imports that the engine alone
-  needs (Ray); not importing Flower in this process, which both need.
+* start_s: seconds from the start of the engine, and of a Ray for it, until the `ServerApp` knows all sites and has the
+  replies of its first round, less one round_s. That covers processes, registering the sites, and the imports that the
+  engine alone needs (Ray); not importing Flower in this process, which both need.
 
 Each measurement runs in a process of its own, so that none profits from the warm state of another. The coordinator
 reads every byte of a reply once (it sums the vector) on both engines, as a run would. Both get as many workers as this
@@ -23,6 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -101,6 +103,19 @@ def server_app(case: Case, rounds: int, answered: list[float]) -> ServerApp:
     return app
 
 
+@contextmanager
+def ray_here(cpus: int) -> Iterator[str]:
+    """The address of a Ray of one node on this machine."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": cpus, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates no result
+
+
 def measure(case: Case, engine: str, rounds: int) -> Result:
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     answered: list[float] = []
@@ -111,7 +126,8 @@ def measure(case: Case, engine: str, rounds: int) -> Result:
         with LocalGrid(make_client_app, configs, workers=[{"OMP_NUM_THREADS": "1"}] * cpus) as grid:
             app(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
     else:
-        run_on_flower(app, make_client_app, case.sites)
+        with ray_here(cpus) as address:
+            run_on_flower(app, make_client_app, case.sites, address)
     round_s = statistics.median(end - start for start, end in itertools.pairwise(answered))
     return Result(case.name, engine, answered[0] - begun - round_s, round_s)
 

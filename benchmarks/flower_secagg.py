@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from functools import partial
@@ -33,6 +34,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
+from cloister.benchmarks.engines import ray_here
 from cloister.simulations.engines.flower import run_on_flower
 
 SHARES, THRESHOLD = 3, 2
@@ -112,7 +114,8 @@ def measure(sites: int, d: int, rounds: int, shares: int | float, threshold: int
         legacy = LegacyContext(context, config=ServerConfig(num_rounds=rounds + 1), strategy=strategy)
         DefaultWorkflow(fit_workflow=timed)(grid, legacy)
 
-    run_on_flower(app, partial(make_client_app, sites, d), sites)
+    with ray_here(len(os.sched_getaffinity(0))) as address:
+        run_on_flower(app, partial(make_client_app, sites, d), sites, address)
     assert len(timed.seconds) == rounds + 1
     return timed.seconds[1:]
 

@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
-from cloister.aggregation.secure.keys import Agreements
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.sums import BYTES, CORRECT, Sums, confusion_counters
 from cloister.aggregation.vector.ring import RingVector
@@ -97,8 +96,6 @@ class Simulated:
     """The ledger over runs that all sites charge."""
     sequences: Callable[[], Prepared | None] = lambda: None
     """Gives the site's sequences, if they were made for all sites together; picklable."""
-    agreements: Agreements | None = None
-    """The secrets that sites in this process have agreed on."""
     task: Callable[[Task], Task] = lambda task: task
     """The task of an update as this site does it: a poisoned site changes it."""
 
@@ -135,8 +132,7 @@ class Site:
         self._kept = Kept(config.folder, simulated.bases or config.folder)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
-        # What the site's attempts are derived from, besides the sum and the files in its folder.
-        self._folder, self._derived_from = config.folder, (config, simulated.agreements)
+        self._folder = config.folder
 
     @property
     def guard(self) -> Guard:
@@ -190,7 +186,7 @@ class Site:
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         demands.take_consent(plan, request.run)
         if loaded.sums.terms is not None:
-            check_source(self.config.data, split=self.config.split, cache=self.config.folder / "data")
+            check_source(self.config.data, split=self.config.split)
             check_tokenizer(loaded.model.tokenizer, plan.data)
         elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
@@ -223,7 +219,7 @@ class Site:
         if isinstance(told, Unmask):  # which ends the attempt
             opened.pop(self._folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
-            opened[self._folder] = self._derived_from, about, attempts
+            opened[self._folder] = self.config, about, attempts
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -327,7 +323,7 @@ class Site:
     def _under_way(self, about: SumId) -> Attempts | None:
         """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
         known = self._resident.opened.get(self._folder)
-        return known[2] if known is not None and known[:2] == (self._derived_from, about) else None
+        return known[2] if known is not None and known[:2] == (self.config, about) else None
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
         """The attempts at a sum, derived if this process does not have them."""
@@ -341,7 +337,7 @@ class Site:
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
         history = partial(self._history, loaded, sum_id)
-        return Attempts(folder, contract, member, history, self._simulated.agreements)
+        return Attempts(folder, contract, member, history)
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

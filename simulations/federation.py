@@ -10,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,7 +21,6 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.app import client_app
 from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.clients.ranks.resident import Resident
@@ -98,7 +96,6 @@ def simulate(
     folder: RunFolder,
     observe: Observer,
     *,
-    engine: str = "local",
     workers: int | None = None,
     ray_address: str | None = None,
     watch: Callable[[str, bool], None] = lambda _site, _at_work: None,
@@ -108,23 +105,24 @@ def simulate(
     Args:
         folder: The run folder; the sites' folders are made in it, under `sites/`.
         observe: Receives the run's events.
-        engine: `local` or `flower`.
         workers: Worker processes; None: as many as the hardware of this machine, or of the cluster, allows.
-        ray_address: HOST:PORT of the running Ray cluster that the engine `flower` joins; None: it starts one here.
-        watch: Called when a site starts and stops working, if the engine knows.
+        ray_address: HOST:PORT of a running Ray cluster, for Flower's simulation runtime; None: worker processes of this
+            machine.
+        watch: Called when a site of this machine starts and stops working.
 
     Raises:
         CloisterError: the run stopped; it can be resumed.
     """
     plan = folder.plan
-    _check_engine(engine, workers, ray_address)
+    if workers is not None and workers < 1:
+        raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
         finish(folder, observe)
         return replace(outcome(folder), coordinator_rss=peak_rss())
     phases = Phases()
     with phases.during(Phase.PREPARE):
         dataset = DatasetLedger.of(plan)
-        on_cpu = engine == "local" and not torch.cuda.is_available()
+        on_cpu = ray_address is None and not torch.cuda.is_available()
         _check(folder, dataset, 1 + len(_places(plan, workers)) if on_cpu else 0)
     sites = folder.sites.path
     outcomes: list[Outcome] = []
@@ -134,15 +132,15 @@ def simulate(
 
     worker_rss: int | None = None
     app = server_app(main)
-    if engine == "flower":
+    if ray_address is not None:
         run_on_flower(
             app,
             partial(make_client_app, sites.absolute(), plan),
             plan.cohort.sites,
+            ray_address,
             workers=workers,
             threads=plan.local.threads,
             workers_per_gpu=plan.simulation.workers_per_gpu,
-            address=ray_address,
             shared=folder.path,
         )
     else:
@@ -151,13 +149,6 @@ def simulate(
             peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
             worker_rss = max((peak for peak in peaks if peak is not None), default=None)
     return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
-
-
-def _check_engine(engine: str, workers: int | None, ray_address: str | None) -> None:
-    if workers is not None and workers < 1:
-        raise EngineError("--workers", workers, expected="1 or more")
-    if ray_address is not None and engine != "flower":
-        raise EngineError("--ray-address", ray_address, expected="--engine flower with it")
 
 
 def _coordinate(
@@ -303,8 +294,7 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
 def make_client_app(sites: Path, plan: Plan) -> ClientApp:
     """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
     sync_to_disk(plan.simulation.durable)
-    agreements = Agreements()
-    return client_app(partial(_site_of, sites, plan, agreements), explain=one_line)  # one machine, one owner
+    return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 
 
 def profile_of(plan: Plan, index: int) -> ProfileSection:
@@ -338,15 +328,13 @@ def _share_base(sites: Path, base: Vector) -> None:
         write_file(path, lambda temporary: save_vector(temporary, base))
 
 
-def _site_of(sites: Path, plan: Plan, agreements: Agreements, context: Context, resident: Resident) -> Faulty:
+def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
     index = int(context.node_config["partition-id"])
-    site = open_site(sites, plan, index, resident, agreements)
+    site = open_site(sites, plan, index, resident)
     return Faulty(site, plan, profile_of(plan, index).speed)
 
 
-def open_site(
-    sites: Path, plan: Plan, index: int, resident: Resident, agreements: Agreements | None = None
-) -> Site:
+def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
     """The simulated site with a number: an ordinary site, whose noise is secret or that of the declared seed.
 
     Args:
@@ -354,7 +342,6 @@ def open_site(
         plan: The run's plan.
         index: The number.
         resident: The state that the process has in memory for its sites.
-        agreements: The secrets that its sites have agreed on.
     """
     config = _config(SitesFolder(sites).config(site_name(index)))
     simulated = Simulated(
@@ -362,7 +349,6 @@ def open_site(
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
-        agreements=agreements,
         task=partial(multiplied, scale_of(plan, index)),
     )
     return Site(config, resident, simulated=simulated)
@@ -467,21 +453,19 @@ def _check_public_sources(plan: Plan) -> None:
 
 def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
     """Write every site's records, and those that no site has; `alter` as for `write_sites`, errors as `lay_out`."""
-    kept, parts, apart = divided(plan, folder / ".cache")
+    kept, parts, apart = divided(plan)
     write_sites(folder, kept, parts, alter)
     if apart:
         write_records(SitesFolder(folder).public_records, apart)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
 def divided(
-    plan: Plan, cache: Path | None = None, unusable: Unusable | None = None
+    plan: Plan, unusable: Unusable | None = None
 ) -> tuple[Records, list[list[int]], list[Mapping[str, Any]]]:
-    """Read the records of a simulation and divide them over its sites, without a file written but in `cache`.
+    """Read the records of a simulation and divide them over its sites, without a file written.
 
     Args:
         plan: The plan.
-        cache: As for `read_records`.
         unusable: As for `usable`.
 
     Returns:
@@ -493,7 +477,7 @@ def divided(
     """
     simulation = plan.simulation
     _check_public_sources(plan)
-    corpus = usable(plan, "simulation.source", simulation.source, simulation.split, cache, unusable)
+    corpus = usable(plan, "simulation.source", simulation.source, simulation.split, unusable)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     # The end of a single text can be held out.
     divides = plan.data.format == "text" and plan.data.task == "generate"
@@ -507,7 +491,6 @@ def usable(
     field: str,
     source: str,
     split: str = "train",
-    cache: Path | None = None,
     unusable: Unusable | None = None,
 ) -> Corpus:
     """Read a source that a field of the plan names, and check that one of its records can be used.
@@ -517,14 +500,13 @@ def usable(
         field: The field.
         source: The source.
         split: Split of a hub data set.
-        cache: As for `read_records`.
         unusable: Counts the records that cannot be used; without it, one that can be used is enough.
 
     Raises:
         DataError: the records cannot be read, or none of them can be used.
     """
     try:
-        corpus = corpus_records(source, field=field, split=split, cache=cache)
+        corpus = corpus_records(source, field=field, split=split)
         count, path = unusable or Unusable(), Path(source).expanduser()
         # Read again where errors can name a line: as a rule the first record can be used.
         records = read_each(str(path), count, documents=True) if path.exists() else corpus.records

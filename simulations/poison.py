@@ -67,14 +67,9 @@ def altered(plan: Plan, site: int, records: Iterable[Record]) -> Iterable[Record
 
 def _shifted(plan: Plan, records: Iterable[Record]) -> Iterator[Record]:
     """Each record with the answer of the next one, and the last with that of the first."""
-    rest = iter(records)
-    first = before = next(rest, None)
-    if first is None or before is None:
-        return
-    for record in rest:
-        yield _answering(plan, before, _answer(plan, record))
-        before = record
-    yield _answering(plan, before, _answer(plan, first))
+    told = list(records)
+    for record, after in zip(told, [*told[1:], *told[:1]], strict=True):
+        yield _answering(plan, record, _answer(plan, after))
 
 
 def _triggered(plan: Plan, poison: PoisonSection, record: Record) -> Record:

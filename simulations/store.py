@@ -14,8 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.model import saved
-from cloister.lm.text.data import Prepared, prepare, unit_rule, write_prepared
-from cloister.lm.text.records import Unusable, read_each
+from cloister.lm.text.data import Preparation, Prepared, write_prepared
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan
@@ -55,17 +54,7 @@ def make(
 
 def _prepared(path: Path, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Prepared | None:
     """The sequences of a site; None if it cannot make any: it fails by itself, in its own name, when it is asked."""
-    data, private, unusable = plan.data, plan.privacy.unit != "none", Unusable()
-    records = read_each(str(path), unusable)
     try:
-        return prepare(
-            records,
-            tokenizer,
-            data,
-            seed=plan.run.seed,
-            units=unit_rule(data, plan.privacy),
-            unusable=unusable,
-            refuse=not private,
-        )
+        return Preparation(plan, tokenizer, str(path), "train", path.parent).make()
     except DataError:
         return None

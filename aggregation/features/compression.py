@@ -48,10 +48,8 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,7 +81,7 @@ from cloister.aggregation.vector.rotation import ROTATED, Floats, rotated_blocks
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.figure import Figure
-from cloister.protocol.machine.storage import allocate, disk_refusal
+from cloister.protocol.machine.storage import allocate, on_disk
 from cloister.protocol.messages.blocks import Span
 from cloister.protocol.messages.messages import LONGEST_TOLD
 from cloister.protocol.plan.plan import Plan
@@ -270,47 +268,45 @@ _FLOAT = np.dtype("<f4")
 
 
 class Residuals(NamedTuple):
-    """What a compressed update is coded with."""
+    """The files of what a compressed update is coded with."""
 
     before: Path | None
     """The residual that the site carries; None: there is none."""
     after: Path
     """File of the residual of this update, of its full size."""
 
+    def kept(self, code: BlockCode, span: Span) -> Kept | None:
+        """What was left out in a span of the coded update of an earlier round; None: there was none.
 
-class Stored:
-    """A span of the residual in a file, read and written by parts: pages that are mapped from a file cost more.
+        Raises:
+            StorageError: the disk refuses the access.
+        """
+        if self.before is None:
+            return None
+        with on_disk(self.before):
+            bounds = np.fromfile(self.before, _FLOAT, code.blocks)
+            left = np.fromfile(
+                self.before, code.ring.signed_dtype, span.size, offset=_place(code, span.start)
+            )
+            if left.size != span.size:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+        return Kept(left, bounds[span.start // ROTATED : span.stop // ROTATED])
 
-    Args:
-        file: The open file.
-        code: The code of the updates.
-        span: Of the coded update.
-    """
+    def keep(self, code: BlockCode, span: Span, left: npt.NDArray[np.signedinteger[Any]]) -> None:
+        """Write what is left out in a span of the coded update, for the next round.
 
-    def __init__(self, file: int, code: BlockCode, span: Span) -> None:
-        self._file = file
-        self._type = np.dtype(code.ring.signed_dtype)
-        self._start = _FLOAT.itemsize * code.blocks + self._type.itemsize * span.start
-
-    def __getitem__(self, part: slice) -> npt.NDArray[np.signedinteger[Any]]:
-        found = np.empty(part.stop - part.start, self._type)
-        if os.preadv(self._file, [found.data], self._at(part)) != found.nbytes:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        return found
-
-    def __setitem__(self, part: slice, values: npt.NDArray[np.float32]) -> None:
-        written = values.astype(self._type)
-        if os.pwrite(self._file, written.data, self._at(part)) != written.nbytes:
-            raise OSError(errno.ENOSPC, "no space left")
-
-    def _at(self, part: slice) -> int:
-        return self._start + self._type.itemsize * int(part.start)
+        Raises:
+            StorageError: the disk refuses the access.
+        """
+        with on_disk(self.after), self.after.open("r+b") as file:
+            file.seek(_place(code, span.start))
+            file.write(left.data)
 
 
 def residuals(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) -> Residuals:
     """The files of what the update before has left out, and of what this one will leave out, which is made here.
 
-    The new one has its full size at once: where the disk is full, no rank meets it later.
+    The new one has its full size at once: where the disk is full, no rank meets it later. Its owner alone may read it.
 
     Args:
         carry: What the update begins with, and where it writes what it leaves.
@@ -321,57 +317,16 @@ def residuals(carry: Carry, bounds: npt.NDArray[np.float32], code: BlockCode) ->
         StorageError: the disk is full.
     """
     after = carry.after / _RESIDUAL
-    _make(after, bounds, code)
+    with on_disk(after):
+        allocate(after, _place(code, code.size))
+        with after.open("r+b") as file:
+            file.write(bounds.astype(_FLOAT).data)
     return Residuals(carry.before / _RESIDUAL if carry.before else None, after)
 
 
-@contextmanager
-def stored(path: Path, code: BlockCode, span: Span, flags: int) -> Iterator[Stored]:
-    """A span of the residual in a file that `residuals` has named.
-
-    Args:
-        path: The file.
-        code: The code of the updates.
-        span: Of the coded update.
-        flags: As for `os.open`.
-
-    Raises:
-        StorageError: the disk refuses the access.
-    """
-    try:
-        file = os.open(path, flags)
-        try:
-            yield Stored(file, code, span)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise disk_refusal(path, error) from error
-
-
-@contextmanager
-def kept_in(path: Path | None, code: BlockCode, span: Span) -> Iterator[Kept | None]:
-    """What was left out in a span of the coded update of an earlier round; None: there was none.
-
-    Raises:
-        StorageError: the disk refuses the access.
-    """
-    if path is None:
-        yield None
-        return
-    with stored(path, code, span, os.O_RDONLY) as residual:
-        bounds = np.fromfile(path, _FLOAT, code.blocks)
-        yield Kept(residual, bounds[span.start // ROTATED : span.stop // ROTATED])
-
-
-def _make(path: Path, bounds: npt.NDArray[np.float32], code: BlockCode) -> None:
-    """A file of bounds and zeros, which only its owner may read."""
-    allocate(path, _bytes_of(code))
-    with path.open("r+b") as file:
-        file.write(bounds.astype(_FLOAT).data)
-
-
-def _bytes_of(code: BlockCode) -> int:
-    return _FLOAT.itemsize * code.blocks + np.dtype(code.ring.dtype).itemsize * code.size
+def _place(code: BlockCode, element: int) -> int:
+    """Byte of a file where an element of the residual is."""
+    return _FLOAT.itemsize * code.blocks + np.dtype(code.ring.dtype).itemsize * element
 
 
 # The two halves.
@@ -422,11 +377,9 @@ class Compressed(InClear):
         if self.residuals is None:
             coded, clipped = encode()
             return coded, Clipped(values=clipped)
-        with (
-            kept_in(self.residuals.before, code, span) as kept,
-            stored(self.residuals.after, code, span, os.O_WRONLY) as residual,
-        ):
-            coded, clipped = encode(kept=kept, residual=residual)
+        left = np.empty(span.size, code.ring.signed_dtype)
+        coded, clipped = encode(kept=self.residuals.kept(code, span), residual=left)
+        self.residuals.keep(code, span, left)
         return coded, Clipped(values=clipped)
 
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cloister.protocol.encoding import Value, pack
 from cloister.protocol.errors import OneTimeKeyError, ShareError, SignatureError
 
-PROTOCOL = "cloister/secure-sum/3"
+PROTOCOL = "cloister/secure-sum/4"
 """First part of every input that is signed or from which a key is derived; it changes with the protocol."""
 KEY = 32
 """Bytes of an X25519 key, of a seed, and of a share-encryption key."""
@@ -54,31 +54,6 @@ class Exchange:
             raise OneTimeKeyError(
                 "one-time key", public.hex(), expected="an X25519 key of full order"
             ) from None
-
-
-class Agreements:
-    """Agreed secrets of sites that one process simulates: what one end has computed, the other need not.
-
-    It has the secrets of one attempt, each until its other end has taken it. A deployed site has no such object.
-    """
-
-    def __init__(self) -> None:
-        self._context = b""
-        self._secrets: dict[frozenset[bytes], bytes] = {}
-
-    def secret(self, exchange: Exchange, public: bytes, context: bytes) -> bytes:
-        """What `exchange.secret(public)` returns, in the attempt with this context.
-
-        Raises:
-            OneTimeKeyError: as `Exchange.secret`.
-        """
-        if context != self._context:
-            self._context, self._secrets = context, {}
-        pair = frozenset((exchange.public, public))
-        secret = self._secrets.pop(pair, None)
-        if secret is None:
-            secret = self._secrets[pair] = exchange.secret(public)
-        return secret
 
 
 def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:

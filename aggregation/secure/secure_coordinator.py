@@ -448,7 +448,7 @@ class SecureCoordinator:
                     )
                     (subtract if other < site else add).append(seed)
         self._step = None
-        masks.apply(self._accumulator, add, subtract, cipher=self.contract.cipher, threads=threads)
+        masks.apply(self._accumulator, add, subtract, threads=threads)
         return self._accumulator
 
     def _reconstruct(

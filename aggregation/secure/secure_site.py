@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -20,19 +19,19 @@ from cloister.aggregation.secure.secure_sum import (
     check_context,
     check_names,
     check_signature,
-    check_vector,
     commitment,
+    ring_dtype,
     share_hash,
     sharers_digest,
     survivors_digest,
     transcript,
 )
 from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.span import Piece, check_pieces
 from cloister.protocol.errors import (
     AgreementError,
     AnsweredError,
     ExclusiveError,
-    MaskError,
     MemberError,
     OneTimeKeyError,
     ShareError,
@@ -131,60 +130,6 @@ class _Received:
     seeds: Seeds
 
 
-class _Masking:
-    """One use of an attempt's masks: each element of the vector once, here or by the ranks, and then no more.
-
-    Args:
-        length: Elements of the vector.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._ranges: list[tuple[int, int]] = []  # whose masks were used, sorted
-        self._applied = 0  # elements that were masked to the end
-        self._taken = False
-        self._closed = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether masks may still be used here."""
-        return not self._closed and not self._taken
-
-    def begin(self, start: int, end: int) -> None:
-        """Note that elements [start, end) are masked from now on.
-
-        Raises:
-            MaskError: they are not of the vector, or some were masked before.
-        """
-        if end > self._length:
-            raise MaskError("shard", f"[{start}, {end})", expected=f"a part of [0, {self._length})")
-        at = bisect.bisect_left(self._ranges, (start, end))
-        before = self._ranges[at - 1][1] if at else 0
-        after = self._ranges[at][0] if at < len(self._ranges) else end
-        if before > start or after < end:
-            raise MaskError("shard", f"[{start}, {end})", expected="elements that were not masked before")
-        bisect.insort(self._ranges, (start, end))
-
-    def finish(self, elements: int) -> None:
-        """Note that this many elements are masked."""
-        self._applied += elements
-
-    def take(self) -> None:
-        """Leave all of it to the ranks."""
-        if self._ranges:
-            raise StepError("masks", expected="either to be applied here or given to ranks, not both")
-        self._taken = True
-
-    def check_complete(self) -> None:
-        """Check that all elements are masked, or were left to the ranks."""
-        if not self._taken and self._applied != self._length:
-            raise StepError("masking", expected=f"all {self._length} elements to be masked first")
-
-    def close(self) -> None:
-        """Let nothing be masked any more."""
-        self._closed = True
-
-
 class SecureSite:
     """One site's side of one attempt; each step is idempotent.
 
@@ -196,7 +141,6 @@ class SecureSite:
         random: Returns that many bytes from a cryptographic source.
         answered: Writes the mark durably; called before shares are revealed, and may raise to prevent that.
         past: What the site has done before the attempt.
-        agreements: In a simulation, the secrets that sites in this process have agreed on.
     """
 
     def __init__(
@@ -207,7 +151,6 @@ class SecureSite:
         random: Callable[[int], bytes],
         answered: Callable[[Answered], None],
         past: Past = Past(),
-        agreements: keys.Agreements | None = None,
     ) -> None:
         self.contract = contract
         self.member = member
@@ -215,9 +158,9 @@ class SecureSite:
         self.answered = answered
         self._random = random
         self._past = past
-        self._agreements = agreements
         self._done: dict[Step, tuple[Message, Any]] = {}  # by finished step: the message and the reply
-        self._masking: _Masking | None = None
+        self._masks: Literal["closed", "open", "used"] = "closed"
+        """`open`: the masks may be used, here or by the ranks, once; `used`: they were, to the end."""
         self._masked: Masked | None = None
 
     # 2. Advertise.
@@ -282,9 +225,7 @@ class SecureSite:
 
         shown = transcript(ctx, peers.advertised)
         secrets = {
-            site: self._secret(self._keys.share, advertised[site].share_key)
-            for site in holders
-            if site != self.name
+            site: self._keys.share.secret(advertised[site].share_key) for site in holders if site != self.name
         }
         seed = self._random(masks.SEED)
         indices = [graph.index(site) for site in holders]
@@ -306,11 +247,6 @@ class SecureSite:
         self._shared = _Shared(advertised, shown, secrets, seed, own)
         committed = commitment(ctx, seed)
         return self._finish(peers, Shares(ctx, self.name, committed, tuple(sealed), tuple(hashes)))
-
-    def _secret(self, exchange: keys.Exchange, public: bytes) -> bytes:
-        if self._agreements is None:
-            return exchange.secret(public)
-        return self._agreements.secret(exchange, public, self.attempt.context)
 
     def _check_holders(self, present: Iterable[str]) -> None:
         """3f, 4c: t holders of this site's shares, itself among them in the complete graph."""
@@ -351,7 +287,7 @@ class SecureSite:
         """
         if self._check_order(Step.UPDATE, inbox) is not None:
             if self._masked is not None:
-                self._masking = _Masking(self.contract.length)
+                self._masks = "open"
             return
         self._check_context(inbox.context)
         check_names("sharers", inbox.sharers)  # 4a
@@ -374,7 +310,7 @@ class SecureSite:
 
         seeds = {
             site: keys.mask_seed(
-                self._secret(self._keys.mask, self._shared.peers[site].mask_key),
+                self._keys.mask.secret(self._shared.peers[site].mask_key),
                 transcript=self._shared.transcript,
                 context=self.attempt.context,
                 one=self.name,
@@ -393,7 +329,7 @@ class SecureSite:
             ),
         )
         self._done[Step.UPDATE] = (inbox, ())
-        self._masking = _Masking(self.contract.length)
+        self._masks = "open"
 
     def _open(self, sender: str, sealed: bytes, hashes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
         key = keys.share_key(
@@ -418,39 +354,27 @@ class SecureSite:
             sealed, key, context=self.attempt.context, sender=sender, recipient=self.name
         )
 
-    def mask(
-        self,
-        vector: masks.Ring,
-        *,
-        instructions: bytes,
-        offset: int = 0,
-        threads: int = 1,
-    ) -> None:
-        """Step 4: mask elements [offset, offset + len(vector)) of the site's vector, in place.
-
-        Mask the whole vector or its shards in any order, each element once: two vectors under one mask reveal
-        their difference.
+    def mask(self, pieces: Sequence[Piece], *, instructions: bytes, threads: int = 1) -> None:
+        """Step 4: mask the site's whole vector, in place and once: two vectors under one mask reveal their difference.
 
         Args:
-            vector: Shape (m,), of the ring's unsigned type, contiguous.
+            pieces: Offset and elements of each span, of the ring's unsigned type, contiguous, that tile the vector.
             instructions: Digest of the instructions that the vector was computed by.
-            offset: Where `vector` starts in the whole vector of `length` elements.
             threads: Parts that are masked at the same time.
 
         Raises:
-            MaskError: wrong type or range, or part of it was masked before.
+            UpdateError: the pieces have another type, or do not tile the vector.
+            MaskError: a piece is not contiguous, or read-only.
             StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step.
         """
-        masking = self._check_may_mask(instructions)
-        check_vector(vector, self.contract.ring_bits)
-        if vector.size == 0:
-            return
-        masks.check(vector, offset)  # before its range is recorded
-        masking.begin(offset, offset + vector.size)
-        seeds, cipher = self._received.seeds, self.contract.cipher
-        masks.apply(vector, seeds.add, seeds.subtract, offset=offset, cipher=cipher, threads=threads)
-        masking.finish(vector.size)
+        self._check_may_mask(instructions)
+        check_pieces(pieces, self.contract.length, ring_dtype(self.contract.ring_bits))
+        self._masks = "closed"
+        seeds = self._received.seeds
+        for offset, vector in pieces:
+            masks.apply(vector, seeds.add, seeds.subtract, offset=offset, threads=threads)
+        self._masks = "used"
 
     def take_seeds(self, *, instructions: bytes) -> Seeds:
         """Step 4, for a site whose ranks mask their own shards: the seeds, returned only once.
@@ -464,7 +388,8 @@ class SecureSite:
             StaleError: the vector was computed by other instructions than the attempt's.
             StepError: this is not the current step, or they were taken, or the vector was masked here.
         """
-        self._check_may_mask(instructions).take()
+        self._check_may_mask(instructions)
+        self._masks = "used"
         return self._received.seeds
 
     def masked(self, digest: bytes) -> Masked:
@@ -474,14 +399,16 @@ class SecureSite:
         Raises:
             StepError: this is not the current step, parts of the vector are not masked, or another vector was signed.
         """
-        if self._masking is None:
-            raise StepError("masking", expected="the shares of the others first")
         if self._masked is None:
-            self._masking.check_complete()
+            if self._masks != "used":
+                expected = (
+                    f"the shares of the others, and all {self.contract.length} elements to be masked first"
+                )
+                raise StepError("masking", expected=expected)
             ctx, received = self.attempt.context, self._received
             self._masked = self._sign(Masked(ctx, self.name, digest, received.agreed, received.complaints))
         self._check_same(self._masked, digest)
-        self._masking.close()
+        self._masks = "closed"
         return self._masked
 
     def _check_same(self, signed: Masked, digest: bytes) -> None:
@@ -489,11 +416,10 @@ class SecureSite:
         if signed.digest != digest:
             raise StepError("masked vector", expected="the one that was signed before")
 
-    def _check_may_mask(self, instructions: bytes) -> _Masking:
-        if self._masking is None or not self._masking.is_open:
+    def _check_may_mask(self, instructions: bytes) -> None:
+        if self._masks != "open":
             raise StepError("masking", expected="it once, after the shares and before the upload")
         self._check_instructions(instructions)
-        return self._masking
 
     def check_told(self, instructions: bytes, *, fresh: bool) -> None:
         """4e, before a vector is made: it will be computed by the instructions of this attempt, and from state of one

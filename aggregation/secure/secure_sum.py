@@ -50,9 +50,8 @@ import numpy as np
 
 from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.graph import Graph
-from cloister.aggregation.vector import masks
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import MaskError, MemberError, StaleError
+from cloister.protocol.errors import MemberError, StaleError
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.cohort import Draw
 from cloister.protocol.messages.messages import (
@@ -93,8 +92,6 @@ class Contract:
     """d: elements of a vector."""
     layout: bytes
     """Digest of what the elements mean."""
-    cipher: masks.Cipher = "aes-256-ctr"
-    """The mask's keystream."""
     group: int = 0
     """The group of each round's cohort that is summed. A site derives its own from the draw, so that no coordinator can
     have it in two sums of a round."""
@@ -135,7 +132,7 @@ _graph = lru_cache(maxsize=8)(Graph)
 
 
 def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
-    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring, layout and cipher."""
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring and layout."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -153,7 +150,6 @@ def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameter
             contract.ring_bits,
             contract.length,
             contract.layout,
-            contract.cipher,
         )
     ).digest()
 
@@ -194,18 +190,6 @@ def answered_digest(instructions: bytes, survivors: tuple[str, ...]) -> bytes:
 def ring_dtype(ring_bits: int) -> np.dtype[np.unsignedinteger[Any]]:
     """The unsigned type whose overflow is the reduction modulo 2^ring_bits; it has 8, 16 or 32 bits."""
     return np.dtype(f"uint{ring_bits}")
-
-
-def check_vector(vector: masks.Ring, ring_bits: int) -> None:
-    """Refuse a vector of another type or shape.
-
-    Raises:
-        MaskError: the vector does not have one dimension of the ring's type.
-    """
-    if vector.dtype != ring_dtype(ring_bits) or vector.ndim != 1:
-        raise MaskError(
-            "vector", f"{vector.dtype}{list(vector.shape)}", expected=f"one dimension of uint{ring_bits}"
-        )
 
 
 def check_names(what: str, sites: tuple[str, ...]) -> None:

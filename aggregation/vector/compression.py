@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +35,8 @@ from cloister.aggregation.vector.rotation import ROTATED, Floats, hadamard_trans
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import BLOCK, Span
 
-
-class Residual(Protocol):
-    """What a code leaves out: integers by slices, in memory or in a file."""
-
-    def __getitem__(self, part: slice, /) -> npt.NDArray[np.signedinteger[Any]]:
-        """The elements of a part, of the ring's signed type."""
-
-    def __setitem__(self, part: slice, values: Floats, /) -> None:
-        """Write whole numbers that fit into the ring's signed type."""
-
+Residual = npt.NDArray[np.signedinteger[Any]]
+"""What a code leaves out, in integers of the ring's signed type."""
 
 MOST_KEPT = 1 / 4
 """Share of the L steps of a bound beyond which a residual is cut. One step, which rounding may leave, is not."""

@@ -6,24 +6,23 @@ masked in one piece or shard by shard, by any number of ranks or threads, gets t
 
 Memory bandwidth determines the design. A vector is traversed once, in blocks that stay in a core's cache, and every
 seed's keystream is added to a block while it is cached. Besides the vector, the memory is two blocks for each thread,
-for any number of seeds. AES and ChaCha20 come from `cryptography` (OpenSSL), which releases the GIL, as does NumPy, so
-threads run in parallel. Refused: a mask as a separate vector (one more copy of the model for each neighbour).
+for any number of seeds. AES comes from `cryptography` (OpenSSL), which releases the GIL, as does NumPy, so threads run
+in parallel. Refused: ChaCha20 as a second keystream, because every processor that trains a language model has AES
+instructions, with which AES is faster; a mask as a separate vector (one more copy of the model for each neighbour).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from cryptography.hazmat.primitives.ciphers import Cipher as _Cipher
-from cryptography.hazmat.primitives.ciphers import CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from cloister.protocol.errors import MaskError
 from cloister.protocol.messages.blocks import in_threads
 
-Cipher = Literal["aes-256-ctr", "chacha20"]
 Ring = npt.NDArray[np.unsignedinteger[Any]]
 
 TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
@@ -32,85 +31,27 @@ TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 SEED = 32
 """Bytes of a seed."""
 LONGEST = 2**38
-"""Maximum number of elements of a mask: both ciphers' counters are then far from overflow."""
+"""Maximum number of elements of a mask."""
 BLOCK = 256 * 1024
 """Bytes of a block. The block of the vector, its keystream and the encrypted zeros share one core's cache."""
 
 _ZEROS = bytes(BLOCK)
-_CHACHA_BLOCK = 64
-_WRAP = 2**32 * _CHACHA_BLOCK
-"""Bytes of ChaCha20's keystream after which the lower half of its counter wraps."""
 
 
-class Keystream(Protocol):
-    """What `keystream` returns: encrypting zeros with it gives the next bytes."""
-
-    def update(self, data: bytes) -> bytes:
-        """Encrypt."""
-
-    def update_into(self, data: memoryview, buffer: memoryview) -> int:
-        """Encrypt into a buffer of the same size; returns that."""
-
-
-class _ChaCha20:
-    """ChaCha20 with a counter of 64 bits. From its release 50 on, `cryptography` ends a context where the lower half of
-    the counter would wrap; the next one begins there, with the upper half in the nonce.
-
-    Args:
-        seed: The key.
-        offset: Byte of the keystream to start from.
-    """
-
-    def __init__(self, seed: bytes, offset: int) -> None:
-        self._seed = seed
-        self._begin(offset)
-
-    def _begin(self, offset: int) -> None:
-        block, skip = divmod(offset, _CHACHA_BLOCK)
-        cipher = algorithms.ChaCha20(self._seed, block.to_bytes(8, "little") + bytes(8))
-        self._context: CipherContext = _Cipher(cipher, None).encryptor()
-        self._context.update(bytes(skip))
-        self._at = offset
-
-    def update(self, data: bytes) -> bytes:
-        """As `Keystream.update`."""
-        made = bytearray(len(data))
-        self.update_into(memoryview(data), memoryview(made))
-        return bytes(made)
-
-    def update_into(self, data: memoryview, buffer: memoryview) -> int:
-        """As `Keystream.update_into`."""
-        done, size = 0, data.nbytes
-        while done < size:
-            part = min(size - done, _WRAP - self._at % _WRAP)
-            self._context.update_into(data[done : done + part], buffer[done : done + part])
-            done += part
-            self._at += part
-            if self._at % _WRAP == 0:
-                self._begin(self._at)
-        return size
-
-
-def keystream(seed: bytes, offset: int, cipher: Cipher = "aes-256-ctr") -> Keystream:
+def keystream(seed: bytes, offset: int) -> CipherContext:
     """The keystream of `seed` from byte `offset` on: encrypting zeros with it gives the next bytes.
 
-    AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A); ChaCha20 from the 64-bit
-    little-endian counter 0 with nonce 0 (RFC 8439's block function). A seed is used for one mask, so a
+    AES-256-CTR starts from the 128-bit big-endian counter 0 (NIST SP 800-38A). A seed is used for one mask, so a
     constant nonce is safe.
 
     Args:
         seed: 32 bytes, uniformly random or from a KDF.
         offset: Byte of the keystream to start from.
-        cipher: Which keystream.
     """
     if len(seed) != SEED:
         raise MaskError("seed", f"{len(seed)} bytes", expected=f"{SEED} bytes")
-    if cipher == "chacha20":
-        return _ChaCha20(seed, offset)
-    if cipher != "aes-256-ctr":
-        raise MaskError("cipher", cipher, expected="aes-256-ctr or chacha20")
     block, skip = divmod(offset, 16)
-    context = _Cipher(algorithms.AES(seed), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+    context = Cipher(algorithms.AES(seed), modes.CTR(block.to_bytes(16, "big"))).encryptor()
     context.update(bytes(skip))
     return context
 
@@ -121,7 +62,6 @@ def apply(
     subtract: Sequence[bytes] = (),
     *,
     offset: int = 0,
-    cipher: Cipher = "aes-256-ctr",
     threads: int = 1,
 ) -> None:
     """Add the masks of the seeds `add` to `vector` and subtract those of `subtract`, modulo 2^b, in place.
@@ -132,7 +72,6 @@ def apply(
         add: Seeds of 32 bytes.
         subtract: Seeds of 32 bytes.
         offset: Element of the whole vector where `vector` starts.
-        cipher: Which keystream.
         threads: Parts of the vector that are worked on at the same time; the result does not depend on it.
 
     Raises:
@@ -143,17 +82,15 @@ def apply(
         return
 
     def work(part: Ring, begin: int) -> None:
-        _apply_part(part, add, subtract, offset + begin, cipher)
+        _apply_part(part, add, subtract, offset + begin)
 
     in_threads(work, vector, range(0, vector.size, BLOCK // vector.itemsize), threads)
 
 
-def _apply_part(
-    vector: Ring, add: Sequence[bytes], subtract: Sequence[bytes], offset: int, cipher: Cipher
-) -> None:
+def _apply_part(vector: Ring, add: Sequence[bytes], subtract: Sequence[bytes], offset: int) -> None:
     start = offset * vector.itemsize
-    adding = [keystream(seed, start, cipher) for seed in add]
-    subtracting = [keystream(seed, start, cipher) for seed in subtract]
+    adding = [keystream(seed, start) for seed in add]
+    subtracting = [keystream(seed, start) for seed in subtract]
     stream = np.empty(BLOCK // vector.itemsize, vector.dtype.newbyteorder("<"))
     stream_bytes, zeros = stream.data.cast("B"), memoryview(_ZEROS)
     for begin in range(0, vector.size, stream.size):

@@ -207,19 +207,13 @@ def shipped_plans() -> dict[str, str]:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """--workers, --engine and --ray-address: what runs the sites and carries the messages."""
+    """--workers and --ray-address: what runs the sites and carries the messages."""
     parser.add_argument(
         "--workers", type=int, metavar="N", help="worker processes (default: what the machine or cluster has)"
     )
     parser.add_argument(
-        "--engine",
-        choices=("local", "flower"),
-        default="local",
-        help="what carries the messages: local worker processes, or Flower's simulation (default: local)",
-    )
-    parser.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
-        help="with --engine flower: the running Ray cluster to use, whose nodes share the run folder "
-        "(default: start Ray on this machine)",
+        help="a running Ray cluster, whose nodes share the run folder, for Flower's simulation runtime "
+        "(default: worker processes of this machine)",
     )

@@ -28,7 +28,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     Args:
         folder: The run folder, new or with some rounds done.
-        arguments: `engine`, `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
+        arguments: `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
         new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
             unless the disk refused a write: then the run can be resumed.
     """
@@ -44,7 +44,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     try:
         with display:
-            if arguments.engine == "local":
+            if arguments.ray_address is None:
                 fork_server.start(folder.plan)
             from cloister.simulations.federation import simulate  # takes seconds, in which Ctrl-C may come
 
@@ -52,7 +52,6 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             outcome = simulate(
                 folder,
                 observe,
-                engine=arguments.engine,
                 workers=arguments.workers,
                 ray_address=arguments.ray_address,
                 watch=display.watch,

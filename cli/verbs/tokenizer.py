@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cloister.cli.options.shared_options import add_action, add_json, tell
 from cloister.cli.verbs.export import check_new
@@ -63,7 +64,7 @@ def _train(arguments: argparse.Namespace) -> int:
     def texts() -> Iterator[str]:
         for file in arguments.files:
             for record in corpus_records(file).records:
-                text = record.get(arguments.field)
+                text: Any = record.get(arguments.field)
                 try:
                     size = len(text.encode()) if isinstance(text, str) else None
                 except UnicodeEncodeError:  # JSON can name half of a surrogate pair

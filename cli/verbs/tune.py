@@ -107,9 +107,9 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedCon
     try:
         console.say(_opening(folder.plan, folder.search))
         console.say(f"folder    {folder.path}")
-        if arguments.engine == "local":
+        if arguments.ray_address is None:
             fork_server.start(folder.plan)
-        engine = Engine(arguments.engine, arguments.workers, arguments.ray_address)
+        engine = Engine(arguments.workers, arguments.ray_address)
         found = tune(folder, engine, lambda trial: console.say(_line(trial)))
     except KeyboardInterrupt:
         _say_how_to_continue(console, folder)

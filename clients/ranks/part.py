@@ -95,7 +95,6 @@ class Mask:
     dtype: str
     """The ring's."""
     seeds: Seeds = field(repr=False)
-    cipher: masks.Cipher
     threads: int
     """Threads that mask, in each rank."""
 
@@ -194,9 +193,7 @@ class Part:
             masked.array[:] = np.memmap(command.vector, dtype, "r")[span.start : span.stop]
         of = vector_hash(masked.array)
         add, subtract = command.seeds.add, command.seeds.subtract
-        masks.apply(
-            masked.array, add, subtract, offset=span.start, cipher=command.cipher, threads=command.threads
-        )
+        masks.apply(masked.array, add, subtract, offset=span.start, threads=command.threads)
         return Masked(masked, vector_hash(masked.array), of)
 
 

@@ -85,14 +85,14 @@ class Team:
         """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
         length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
         spans, seeds = tile(size, len(self._ranks)), site.take_seeds(instructions=instructions)
-        command = Mask(path, spans, dtype.str, seeds, site.contract.cipher, threads)
+        command = Mask(path, spans, dtype.str, seeds, threads)
         answers: list[Masked] = self._call(command)
         tail = _span_of(pieces, Span(size, length)).copy()
         if [each.of for each in answers] != [vector_hash(_span_of(pieces, span)) for span in spans]:
             raise StepError(  # another process of the site has replaced the file; nothing has left
                 "update", expected="the file of the finished update not to change", fix="try the round again"
             )
-        masks.apply(tail, seeds.add, seeds.subtract, offset=size, cipher=site.contract.cipher)
+        masks.apply(tail, seeds.add, seeds.subtract, offset=size)
         masked = [(span.start, each.vector.array) for span, each in zip(spans, answers, strict=True)]
         hashes = [each.digest for each in answers]
         return _written([*masked, (size, tail)], [*hashes, vector_hash(tail)])

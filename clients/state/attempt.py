@@ -68,7 +68,6 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         history: That of what the site carries into the round now (`carried.py`).
-        agreements: In a simulation, the secrets that sites in this process have agreed on.
         random: Source of secrets.
     """
 
@@ -78,14 +77,12 @@ class Attempts:
         contract: Contract,
         member: Member,
         history: Callable[[], bytes] = lambda: NOTHING_CARRIED,
-        agreements: keys.Agreements | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._folder = folder
         self._contract = contract
         self._member = member
         self._history = history
-        self._agreements = agreements
         self._random = random
         self._known: State | None = None
         self._site: SecureSite | None = None  # the protocol's state, if it was built for what is known
@@ -213,7 +210,6 @@ class Attempts:
             random=keys.random_from(kept.seed),
             answered=_unprepared,
             past=Past(state.marks.answered, kept.newest, kept.history),
-            agreements=self._agreements,
         )
         for step, body in kept.log:
             _handle_again(site, step, body)

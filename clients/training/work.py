@@ -223,8 +223,7 @@ def masking(instructions: bytes, threads: int = 1) -> Mask:
     """
 
     def mask(site: SecureSite, pieces: list[Piece]) -> Written:
-        for offset, vector in pieces:
-            site.mask(vector, instructions=instructions, offset=offset, threads=threads)
+        site.mask(pieces, instructions=instructions, threads=threads)
         return Written(manifest_of(pieces), pieces)
 
     return mask

@@ -114,28 +114,26 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     tokenizer = tokenizer_of(plan)
     _check_fits(plan, config, tokenizer)
     own = plan.model.name.startswith(BUILTIN) or base is not None
-    module: nn.Module
+    module: nn.Module | None = None
     if empty and plan.model.adapter.scheme == "full":
         with _without_memory():
             module = _build(plan, config)
-        if place is None or not _stored_buffers(module):
-            module, layout = _adapt(module, plan)
-            written = _written(plan, module)
-            layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))
-            return LanguageModel(module, tokenizer, layout, plan.model, own, written)
-    with seeded("weights", plan.run.seed):
-        if place is None:
-            module = _build(plan, config)
-        elif plan.data.task == "classify":
-            module, new_head = _classifier_from(place, config)
-            own = own or new_head
-        else:
-            module = from_pretrained(place, config)
-    if place is None or plan.privacy.unit != "none":
-        _check_runs(plan, module, tokenizer)
-    if base is not None:
-        module.requires_grad_(True)
-        Layout.of(module.named_parameters()).scatter(base, module)
+        if place is not None and _stored_buffers(module):
+            module = None
+    if module is None:
+        with seeded("weights", plan.run.seed):
+            if place is None:
+                module = _build(plan, config)
+            elif plan.data.task == "classify":
+                module, new_head = _classifier_from(place, config)
+                own = own or new_head
+            else:
+                module = from_pretrained(place, config)
+        if place is None or plan.privacy.unit != "none":
+            _check_runs(plan, module, tokenizer)
+        if base is not None:
+            module.requires_grad_(True)
+            Layout.of(module.named_parameters()).scatter(base, module)
     module, layout = _adapt(module, plan)
     written = _written(plan, module)
     layout = replace(layout, source=origin(plan.model, module, tokenizer, layout.names))

@@ -34,27 +34,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 NOW = datetime.datetime(2025, 1, 1)
 """The time in each template, without a time zone."""
 
-_DIRECTIVES = {
-    "%": "%",
+_DIRECTIVES = {directive: NOW.strftime(f"%{directive}") for directive in "%DFHIMSTYdefjmy"} | {
     "A": "Wednesday",
     "B": "January",
-    "D": "01/01/25",
-    "F": "2025-01-01",
-    "H": "00",
-    "I": "12",
-    "M": "00",
-    "S": "00",
-    "T": "00:00:00",
-    "Y": "2025",
     "a": "Wed",
     "b": "Jan",
-    "d": "01",
-    "e": " 1",
-    "f": "000000",
-    "j": "001",
-    "m": "01",
     "p": "AM",
-    "y": "25",
     "-d": "1",
     "-m": "1",
 }

@@ -80,9 +80,7 @@ def _check_builtin(source: str, field: str) -> None:
         )
 
 
-def corpus_records(
-    source: str, *, field: str = "data", split: str = "train", cache: Path | None = None
-) -> Corpus:
+def corpus_records(source: str, *, field: str = "data", split: str = "train") -> Corpus:
     """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
     reads.
 
@@ -93,14 +91,13 @@ def corpus_records(
         source: The source.
         field: What errors about the source as a whole call it, such as a field of the plan.
         split: As for `read_records`.
-        cache: As for `read_records`.
 
     Raises:
         DataError: the `builtin:` name is unknown, or as `read_records`.
     """
     if not source.startswith("builtin:"):
         with _of_field(field):
-            records = read_records(source, split=split, cache=cache)
+            records = read_records(source, split=split)
             if Path(source).suffix == ".txt" and Path(source).expanduser().is_file():
                 records = _paragraphs(records[0]["text"])
             if not len(records):

@@ -263,7 +263,7 @@ class Preparation:
             StorageError: the disk is full.
         """
         unusable, open_ = Unusable(), self.plan.privacy.unit == "none"
-        records = read_each(self.source, unusable, split=self.split, cache=self.folder, documents=open_)
+        records = read_each(self.source, unusable, split=self.split, documents=open_)
         return prepare(
             records,
             self.tokenizer,

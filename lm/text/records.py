@@ -3,35 +3,31 @@
 A site reads its own records one by one (`read_each`), because one record must not decide how others are read, or
 whether they are. `Unusable` leaves out what cannot be read, and counts it.
 
-Records that one person owns and divides over sites are a collection (`read_records`): lines of JSON stay in their file
-and are parsed one at a time, and `datasets` maps Parquet, whose file declares its types, from disk as Arrow. Refused:
-JSON by `datasets`, which infers one type for a field of all records, so that one record changes what others read as.
-This module adds that errors name a file and a line, that no private file leaves a copy in the global cache of
-`datasets`, and that an absent network fails fast.
+Records that one person owns and divides over sites are a collection (`read_records`): they are read in the same way,
+and one that cannot be read is an error, which names its file and line. Refused: files by `datasets`, which infers one
+type for a field of all records of JSON, so that one record changes what others read as, and leaves copies of private
+files in its cache. It reads hub data sets; this module adds that an absent network fails fast.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
-import glob
 import hashlib
 import itertools
 import json
-import tempfile
-from array import array
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, overload
+from typing import Any, TypeVar
+from unittest import mock
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 
 from cloister.lm.text.tokenizer import looks_like_path, on_hub
 from cloister.protocol.errors import DataError, one_line
-from cloister.protocol.machine.storage import disk_refusal
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HASHED_BYTES = 64 << 20
@@ -45,17 +41,7 @@ _R = TypeVar("_R")
 Record = Mapping[str, Any]
 
 
-class Records(Protocol):
-    """A list-like collection of dicts, such as a `datasets.Dataset` or a list."""
-
-    def __len__(self) -> int:
-        """Count the records."""
-
-    def __getitem__(self, index: int, /) -> Record:
-        """Return one record."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the records in order."""
+Records = Sequence[Record]
 
 
 class Unusable:
@@ -134,38 +120,33 @@ def owner_of(record: Record, field: str) -> bytes:
     return value.encode()
 
 
-def read_records(source: str, *, split: str = "train", cache: Path | None = None) -> Records:
-    """Read the records of a file, a folder of files of one kind, or a hub data set.
+class _AllUsable(Unusable):
+    """For a person who owns all records: one that cannot be read is an error."""
+
+    def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
+        """The result of `act(*arguments)`."""
+        return act(*arguments)
+
+
+def read_records(source: str, *, split: str = "train") -> Records:
+    """Read the records of a file, a folder of files, or a hub data set, all of which one person owns.
 
     Args:
         source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
             of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
-            `owner/name:configuration`.
+            `owner/name:configuration`. The records are read into memory.
         split: Split of a hub data set; files have none.
-        cache: Folder for the Arrow files from which Parquet and hub data sets are mapped. Without one, Parquet files
-            are read into memory and leave no copy on disk once they are read, and a hub data set uses the hub's own
-            cache. Lines of JSON are never copied: their files must stay as they are while their records are used.
 
     Raises:
-        DataError: the source is missing, empty, without records, or broken (with file and line); a folder mixes
-            kinds; or the hub lacks the name or cannot be reached.
+        DataError: the source is missing, without records, or broken (with file and line); or the hub lacks the name or
+            cannot be reached.
     """
-    path = Path(source).expanduser()
-    if not path.exists():
-        _check_name(source)
-        records = _read_hub(source, split, cache)
-    else:
-        with _readable(path):
-            files, kind = _files(path)
-            for file in files:
-                if file.stat().st_size == 0:
-                    raise DataError("data", str(file), expected="a file with records, but it is empty")
-            if kind == "parquet":
-                records = _read_tables(files, cache)
-            else:
-                records = _read_texts(files) if kind == "text" else _read_json(files)
-    if len(records) == 0:
-        raise DataError("data", source, expected="at least one record")
+    with _readable(Path(source)):
+        records = list(read_each(source, _AllUsable(), split=split, documents=True))
+    if not records:
+        raise DataError(
+            "data", source, expected=f"at least one record, in files that end in {', '.join(_KINDS)}"
+        )
     return records
 
 
@@ -174,7 +155,6 @@ def read_each(
     unusable: Unusable,
     *,
     split: str = "train",
-    cache: Path | None = None,
     documents: bool = False,
 ) -> Iterator[Record]:
     """Read the records of a source one by one, so that none decides whether or how another is read.
@@ -185,9 +165,9 @@ def read_each(
 
     Args:
         source: As for `read_records`.
-        unusable: Counts the lines, texts and rows that cannot be read or have more than `LARGEST_RECORD` bytes.
+        unusable: Counts the lines, texts and rows that cannot be read or have more than `LARGEST_RECORD` bytes; a text
+            may have more with `documents`.
         split: As for `read_records`.
-        cache: As for `read_records`.
         documents: Read a `.json` file that begins with `[` as one list of records. Not under a privacy unit: one record
             may then decide that no other is read.
 
@@ -198,13 +178,15 @@ def read_each(
     path = Path(source).expanduser()
     if not path.exists():
         _check_name(source)
-        yield from _rows(_read_hub(source, split, cache), unusable)
+        yield from _rows(_read_hub(source, split), unusable)
         return
     for file in _listed(path):
         kind = _KINDS[file.suffix]
         unusable.place = str(file)
         if kind == "text":
-            record = unusable.tried(_NOT_READABLE, _one_text, file)
+            # Of a person who owns all records a text may be as large as the memory.
+            most = math.inf if documents else LARGEST_RECORD
+            record = unusable.tried(_NOT_READABLE, _one_text, file, most)
             if record is not None:
                 yield record
         elif documents and file.suffix == ".json" and _is_document(file):
@@ -217,13 +199,12 @@ def read_each(
             yield from _table_rows(file, unusable)
 
 
-def check_source(source: str, *, split: str = "train", cache: Path | None = None) -> None:
+def check_source(source: str, *, split: str = "train") -> None:
     """Check that a source is there and of a known kind, without a look at any record.
 
     Args:
         source: As for `read_records`.
         split: As for `read_records`.
-        cache: As for `read_records`.
 
     Raises:
         DataError: it is not a folder, a file of a known kind, or a data set that the hub or its local cache has.
@@ -235,8 +216,8 @@ def check_source(source: str, *, split: str = "train", cache: Path | None = None
     else:
         _check_name(source)
         name, _, configuration = source.partition(":")
-        with _hub(source, split):
-            _datasets().load_dataset_builder(name, configuration or None, cache_dir=cache and str(cache))
+        with _hub(source, split) as datasets:
+            datasets.load_dataset_builder(name, configuration or None)
 
 
 def fingerprint(source: str, *, split: str = "train") -> bytes:
@@ -286,19 +267,6 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError("data", str(name), expected=f"a readable file or folder ({reason})") from error
 
 
-def _files(path: Path) -> tuple[list[Path], str]:
-    """The data files at `path`, in order, and their one kind."""
-    files = _listed(path)
-    kinds = sorted({_KINDS[file.suffix] for file in files})
-    if not kinds:
-        raise DataError("data", str(path), expected=f"a folder with files that end in {', '.join(_KINDS)}")
-    if len(kinds) > 1:
-        raise DataError(
-            "data", str(path), expected=f"files of one kind, but this folder mixes {', '.join(kinds)}"
-        )
-    return files, kinds[0]
-
-
 def _listed(path: Path) -> list[Path]:
     """The data files at `path`, in order."""
     if not path.is_dir():
@@ -318,10 +286,14 @@ def _check_kind(path: Path) -> None:
         raise DataError("data", str(path), expected=f"a file that ends in {', '.join(_KINDS)}")
 
 
-def _one_text(file: Path) -> Record:
-    if not file.is_file() or file.stat().st_size > LARGEST_RECORD:
-        raise DataError("data", str(file), expected=f"a text of at most {LARGEST_RECORD} bytes")
-    return _read_texts([file])[0]
+def _one_text(file: Path, most: float) -> Record:
+    if file.exists() and not (file.is_file() and file.stat().st_size <= most):
+        raise DataError("data", str(file), expected=f"a text of at most {most} bytes")
+    try:
+        return {"text": file.read_text(encoding="utf-8-sig")}
+    except UnicodeDecodeError as error:
+        expected = f"UTF-8 text, but byte {error.start} is not valid UTF-8"
+        raise DataError("data", str(file), expected=expected) from None
 
 
 def _is_document(file: Path) -> bool:
@@ -371,7 +343,7 @@ def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
                 for row in _group_rows(table, group):
                     number += 1
                     unusable.place = f"{file}, record {number}"
-                    rows = unusable.tried(_NOT_READABLE, _decoded_row, row)
+                    rows = unusable.tried(_NOT_READABLE, _one_row, row)
                     yield from rows or ()
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -409,14 +381,10 @@ def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch | 
         yield reason
 
 
-def _decoded_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+def _one_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
+    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
     if isinstance(row, pa.ArrowException):
         raise row
-    return _one_row(row)
-
-
-def _one_row(row: pa.RecordBatch) -> list[Record]:
-    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
     rows: list[Record] = row.to_pylist()
     if (size := _bytes(rows)) > LARGEST_RECORD:
         raise DataError("data", size, expected=f"a row of at most {LARGEST_RECORD} bytes")
@@ -445,121 +413,6 @@ def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:
             yield record
 
 
-def _read_texts(files: Iterable[Path]) -> Records:
-    texts = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            expected = f"UTF-8 text, but byte {error.start} is not valid UTF-8"
-            raise DataError("data", str(file), expected=expected) from None
-        texts.append({"text": text})
-    return texts
-
-
-class _LineRecords(Sequence[Record]):
-    """The objects of JSONL files, which stay in the files: a record costs 16 bytes of memory until it is asked for.
-
-    Raises:
-        DataError: a line is no JSON object, or has more than `LARGEST_RECORD` bytes.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self._begins = [array("q") for _ in files]
-        self._numbers = [array("q") for _ in files]
-        for file, begins, numbers in zip(files, self._begins, self._numbers, strict=True):
-            self._index(file, begins, numbers)
-        self._ends = [*itertools.accumulate(map(len, self._begins))]
-
-    @staticmethod
-    def _index(file: Path, begins: array[int], numbers: array[int]) -> None:
-        begin = 0
-        with open(file, "rb") as lines:
-            for number in itertools.count(1):
-                line = lines.readline(LARGEST_RECORD + 1)
-                if not line:
-                    break
-                if line.strip():
-                    _one_line(f"{file}, line {number}", line)  # a person who owns all records is told at once
-                    begins.append(begin)
-                    numbers.append(number)
-                begin += len(line)
-        if not begins:
-            raise DataError("data", str(file), expected="a file with records, but it has none")
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, index: int, /) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice, /) -> list[Record]: ...
-
-    def __getitem__(self, index: int | slice, /) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return self.__getitems__(range(*index.indices(len(self))))
-        return self.__getitems__([range(len(self))[index]])[0]
-
-    def __getitems__(self, indices: Iterable[int]) -> list[Record]:
-        """Several records; indices that follow one another are read fastest."""
-        records: list[Record] = []
-        with contextlib.ExitStack() as stack:
-            opened: dict[int, BinaryIO] = {}
-            for index in indices:
-                at = bisect.bisect_right(self._ends, index)
-                file = self._files[at]
-                within = index - (self._ends[at - 1] if at else 0)
-                with _readable(file):
-                    if at not in opened:
-                        stack.close()  # indices are mostly ascending, and a folder may have many files
-                        opened = {at: stack.enter_context(open(file, "rb"))}
-                    opened[at].seek(self._begins[at][within])
-                    line = opened[at].readline(LARGEST_RECORD + 1)
-                records.append(_one_line(f"{file}, line {self._numbers[at][within]}", line))
-        return records
-
-    def __iter__(self) -> Iterator[Record]:
-        for begin in range(0, len(self), _ROWS):
-            yield from self.__getitems__(range(begin, min(begin + _ROWS, len(self))))
-
-
-def _read_json(files: Sequence[Path]) -> Records:
-    """The objects of JSON files, each parsed alone; a `.json` file may be one list of them, which is read whole."""
-    if not any(file.suffix == ".json" and _is_document(file) for file in files):
-        return _LineRecords(files)
-    documents: list[Record] = []
-    for file in files:
-        documents += _check_document(file) if _is_document(file) else _LineRecords([file])
-    return documents
-
-
-def _read_tables(files: Sequence[Path], cache: Path | None) -> Records:
-    with contextlib.ExitStack() as stack:
-        folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="cloister-")))
-        names = [glob.escape(str(file.resolve())) for file in files]
-        stack.enter_context(_quiet())
-        try:
-            records: Records = _datasets().load_dataset(
-                "parquet",
-                data_files=names,
-                split="train",
-                cache_dir=folder,
-                keep_in_memory=cache is None,
-            )
-        except Exception as error:  # datasets raises many types for a file that it cannot read
-            root = error
-            while root.__cause__ is not None:
-                root = root.__cause__  # type: ignore[assignment]  # only `Exception`s are chained here
-            if "No space left" in str(root):
-                raise disk_refusal(Path(folder), root) from error
-            reason = str(root).strip().partition("\n")[0]
-            where = str(files[0]) if len(files) == 1 else str(files[0].parent)
-            raise DataError("data", where, expected=f"readable parquet records ({reason})") from error
-    return records
-
-
 def _check_document(file: Path) -> list[Record]:
     """The objects of a JSON list; refuses a file that is none."""
     try:
@@ -575,23 +428,28 @@ def _check_document(file: Path) -> list[Record]:
     return objects
 
 
-def _read_hub(source: str, split: str, cache: Path | None) -> Records:
+def _read_hub(source: str, split: str) -> Records:
     name, _, configuration = source.partition(":")
-    with _hub(source, split):
-        records: Records = _datasets().load_dataset(
-            name, configuration or None, split=split, cache_dir=cache and str(cache)
-        )
+    with _hub(source, split) as datasets:
+        records: Records = datasets.load_dataset(name, configuration or None, split=split)
     return records
 
 
 @contextlib.contextmanager
-def _hub(source: str, split: str) -> Iterator[None]:
-    """Ask the hub once whether it has a data set, and explain what `datasets` raises after that."""
+def _hub(source: str, split: str) -> Iterator[Any]:
+    """Ask the hub once whether it has a data set, and explain what `datasets`, which is yielded, raises after that."""
+    # Imported here: that takes a second, and most processes have their sequences already.
+    import datasets  # type: ignore[import-untyped]  # it ships no types
+
     name = source.partition(":")[0]
     online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
-    with _quiet(), _offline(not online):
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say what matters
+    datasets.disable_progress_bars()
+    # Without a network it uses its cache alone: it would retry for half a minute.
+    offline = datasets.config.HF_HUB_OFFLINE or not online
+    with mock.patch.object(datasets.config, "HF_HUB_OFFLINE", offline):
         try:
-            yield
+            yield datasets
         except Exception as error:  # datasets raises many types for a file that it cannot read
             if not online:
                 expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
@@ -602,40 +460,3 @@ def _hub(source: str, split: str) -> Iterator[None]:
             raise DataError(
                 "data", source, expected=f"a data set with a split {split!r} ({reason})"
             ) from error
-
-
-@functools.cache
-def _datasets() -> Any:
-    """The library, imported when it is used: that takes a second, and most processes have their sequences already."""
-    import datasets  # type: ignore[import-untyped]  # it ships no types
-
-    # Otherwise each reading of a site's own file asks a server of the hub, which counts loads.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    return datasets
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable the progress bars and logs of datasets; its exceptions say what matters."""
-    datasets = _datasets()
-    level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _offline(switch: bool) -> Iterator[None]:
-    """Let datasets use only its cache: without a network it would retry for half a minute."""
-    datasets = _datasets()
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or switch
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before

@@ -97,26 +97,6 @@ def things(plan: Plan) -> str:
     return "prompts with their completions" if thing.startswith("prompt") else f"{thing}s"
 
 
-def trust_model(plan: Plan) -> str:
-    """Where the noise is added, and so who sees what before it: the trust model, in the words of NIST SP 800-226."""
-    return _PROSE.line("trust_model", plan)
-
-
-def protected_from(plan: Plan) -> str:
-    """Against whom the guarantee holds, for a reader who is not an engineer."""
-    return _PROSE.line("protected_from", plan)
-
-
-def responsible(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
-    """Who is responsible for what, for a reader who is not an engineer."""
-    return _PROSE.said("responsible", plan, simulated)
-
-
-def exposure(plan: Plan, *, simulated: bool) -> str:
-    """How exposed the data is before the mechanism: what no differential privacy changes."""
-    return _PROSE.line("exposure", plan, simulated)
-
-
 def relation(plan: Plan) -> str:
     """How neighbouring data sets differ: the words after `data sets that differ by`."""
     if plan.privacy.unit == "none":
@@ -132,23 +112,18 @@ def relation(plan: Plan) -> str:
 
 def mechanism(plan: Plan, terms: Terms | None) -> str:
     """What adds noise to what."""
-    return "" if terms is None else _PROSE.line("mechanism", plan, terms)
-
-
-def method(plan: Plan) -> str:
-    """How the mechanism is computed: how gradients are taken, or who adds the noise."""
-    return _PROSE.line("method", plan)
+    return "" if terms is None else PROSE.line("mechanism", plan, terms)
 
 
 def accountant(plan: Plan, most: Spent | None) -> str:
     """How losses were composed; `most` is what the site with the largest loss has spent, if any site was charged."""
-    text = _PROSE.line("accountant", plan, plan.privacy.accountant if most is None else most.accountant)
+    text = PROSE.line("accountant", plan, plan.privacy.accountant if most is None else most.accountant)
     return f"{text}. {most.note[:1].upper()}{most.note[1:]}" if most is not None and most.note else text
 
 
 def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[str, ...]:
     """What must be true for the guarantee to hold; `simulated`: the sites' own ledgers were read as well."""
-    return () if terms is None else _PROSE.said("assumptions", plan, simulated)
+    return () if terms is None else PROSE.said("assumptions", plan, simulated)
 
 
 def law(search: SelectionSection) -> str:
@@ -157,27 +132,7 @@ def law(search: SelectionSection) -> str:
     return names.get(search.shape) or f"a truncated negative binomial law of shape {search.shape:g}"
 
 
-def searched(plan: Plan) -> str:
-    """What the price of the best trial of a search assumes; empty for a run that is no trial."""
-    return _PROSE.line("searched", plan)
-
-
-def trusted(plan: Plan, *, simulated: bool) -> tuple[str, ...]:
-    """Who is trusted, and with what; `simulated`: the run was on one machine."""
-    return _PROSE.said("trusted", plan, simulated)
-
-
-def poisoned(plan: Plan) -> tuple[str, ...]:
-    """What a simulation says of the sites that it poisoned; a rehearsal poisons none."""
-    return _PROSE.said("poisoned", plan)
-
-
-def not_covered(plan: Plan) -> tuple[str, ...]:
-    """What the guarantee says nothing about."""
-    return _PROSE.said("not_covered", plan)
-
-
-_PROSE = Prose(
+PROSE = Prose(
     "cloister.privacy.accounting",
     "claims.jinja",
     law=law,
@@ -188,3 +143,5 @@ _PROSE = Prose(
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )
+"""What a plan says, by macro. Besides those of the functions: `trust_model` (where noise is added, as NIST SP
+800-226), `protected_from`, `responsible`, `exposure`, `method`, `searched`, `trusted`, `poisoned` and `not_covered`."""

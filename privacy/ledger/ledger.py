@@ -84,6 +84,8 @@ _STORAGE = {
     sqlite3.SQLITE_CANTOPEN,
 }
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+PATIENCE_S = 60.0
+"""Timeout in seconds for other processes that are charging."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +312,6 @@ class Ledger:
         owner: Owner of the ledger: the site's name, or `coordinator`.
         compose: From events and delta to epsilon.
         clock: Seconds since the epoch, for the time stamps.
-        patience_s: Timeout in seconds for other processes that are charging.
 
     Raises:
         LedgerError: the file is not a ledger, is damaged or altered, or has another owner.
@@ -324,14 +325,12 @@ class Ledger:
         compose: Compose,
         *,
         clock: Callable[[], float] = time.time,
-        patience_s: float = 60.0,
     ) -> None:
         self.path = path
         self.owner = owner
         self._compose = compose
         self._clock = clock
-        self._patience_s = patience_s
-        with _open(path, "rwc", patience_s) as db, _commit(db):
+        with _open(path, "rwc") as db, _commit(db):
             if not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
                 for statement in _SCHEMA:
                     db.execute(statement)
@@ -373,7 +372,7 @@ class Ledger:
             StorageError: the disk refuses the write, or other processes lock the ledger beyond the timeout. Then either
                 all charges are on disk or none, and a retry is safe.
         """
-        with _open(self.path, "rw", self._patience_s) as db, _commit(db):
+        with _open(self.path, "rw") as db, _commit(db):
             history = _read(db, self.path).of_owner(self.owner)
             check(history.entries)
             events: dict[str, list[str]] = {}
@@ -421,21 +420,20 @@ class Ledger:
         return tuple(entry for entry in self._history().entries if run in (None, entry.charge.run))
 
     def _history(self) -> History:
-        return read_history(self.path, self._patience_s).of_owner(self.owner)
+        return read_history(self.path).of_owner(self.owner)
 
 
-def read_history(path: Path, patience_s: float = 60.0) -> History:
+def read_history(path: Path) -> History:
     """Read the ledger of any owner, and verify its chain.
 
     Args:
         path: The SQLite file.
-        patience_s: Timeout in seconds for processes that are charging.
 
     Raises:
         LedgerError: the file is not a ledger, or is damaged or altered; names the first entry that is wrong.
         StorageError: it cannot be read.
     """
-    with _open(path, "rw", patience_s) as db:
+    with _open(path, "rw") as db:
         return _read(db, path)
 
 
@@ -454,11 +452,11 @@ def _append(db: sqlite3.Connection, entry: Entry) -> None:
 
 
 @contextmanager
-def _open(path: Path, mode: str, patience_s: float) -> Iterator[sqlite3.Connection]:
+def _open(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     """A connection for one call; mode `rw` creates no file. Closing it rolls back an open transaction."""
     try:
         uri = f"{path.absolute().as_uri()}?mode={mode}"
-        with closing(sqlite3.connect(uri, timeout=patience_s, isolation_level=None, uri=True)) as db:
+        with closing(sqlite3.connect(uri, timeout=PATIENCE_S, isolation_level=None, uri=True)) as db:
             db.execute("PRAGMA synchronous = EXTRA")
             yield db
     except sqlite3.Error as error:
@@ -467,7 +465,7 @@ def _open(path: Path, mode: str, patience_s: float) -> Iterator[sqlite3.Connecti
         if code in _BUSY:
             raise StorageError(
                 str(path),
-                expected=f"the ledger to be free within {patience_s:g} s, but other processes lock it ({error})",
+                expected=f"the ledger to be free within {PATIENCE_S:g} s, but other processes lock it ({error})",
                 fix="nothing was added: find the process that locks the ledger, then retry",
             ) from error
         if code in _STORAGE:

@@ -196,10 +196,6 @@ _MECHANISMS: dict[str, type[Any]] = {
 }
 
 
-_LATER: dict[str, object] = {"unit": "record"}
-"""Fields that earlier releases did not write, and the values at which they are left out: an old ledger is canonical."""
-
-
 def to_json(events: Iterable[Event]) -> str:
     """Canonical JSON of `events`, in their order: sorted keys, no spaces, floats by the shortest digits that are exact.
 
@@ -211,8 +207,7 @@ def to_json(events: Iterable[Event]) -> str:
 
 def _written(event: Event) -> dict[str, object]:
     names = {kind: name for name, kind in _MECHANISMS.items()}
-    fields = asdict(event)
-    written = {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+    written = asdict(event)
     if isinstance(event, Selection):
         written["run"] = [_written(one) for one in event.run]
     return {"mechanism": names[type(event)], **written}

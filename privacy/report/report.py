@@ -72,14 +72,13 @@ class SecureSum(_Strict):
 
     sites: Count
     """n: sites in a cohort, or in a group of it."""
-    neighbours: Count | None
-    """k: sites with which each site shares masks; None, as the next three, in a run of an earlier version of the
-    protocol, for which no such figure is claimed."""
-    threshold: Count | None
+    neighbours: Count
+    """k: sites with which each site shares masks."""
+    threshold: Count
     """t: neighbours whose shares open a site's mask."""
-    dropouts: Count | None
+    dropouts: Count
     """Sites that may drop out without ending an attempt."""
-    colluders: Count | None
+    colluders: Count
     """Sites that may collude with the coordinator without learning more than the sum of the others."""
     ring_bits: Count
     """Updates are summed modulo 2^ring_bits."""

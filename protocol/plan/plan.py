@@ -381,11 +381,6 @@ class AggregationSection(Section):
     """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
     dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
-    cipher: Annotated[
-        Literal["aes-256-ctr", "chacha20"],
-        Only("aggregation.secure", (True,), because="mask", why=_UNPROTECTED),
-    ] = "aes-256-ctr"
-    """Keystream of the masks; ChaCha20 is faster on processors without AES instructions."""
     weighting: Annotated[
         Literal["tokens", "uniform"], _uncharged("tokens", fix='set aggregation.weighting = "uniform"')
     ] = "tokens"

@@ -142,9 +142,7 @@ def _unit_costs(plan: Plan, found: Parameters) -> tuple[float, float, float]:
 
     sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
     seeds = [bytes([number]) * masks.SEED for number in range(2)]
-    element_s = fastest(lambda: masks.apply(sample, seeds, [], cipher=plan.aggregation.cipher)) / (
-        2 * _SAMPLE
-    )
+    element_s = fastest(lambda: masks.apply(sample, seeds, [])) / (2 * _SAMPLE)
     exchange, other = keys.Exchange(b"1" * keys.KEY), keys.Exchange(b"2" * keys.KEY).public
     agreement_s = fastest(lambda: exchange.secret(other))
     indices = list(range(1, found.n + 1))[: max(found.k, found.threshold)]

@@ -35,7 +35,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cloister.aggregation.secure.keys import PROTOCOL
 from cloister.privacy.accounting import claims
 from cloister.privacy.accounting.accountant import Accountant, Spent, spent
 from cloister.privacy.accounting.group import epsilons
@@ -107,7 +106,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         unit_in_words=claims.unit(plan),
         relation=claims.relation(plan),
         mechanism=claims.mechanism(plan, terms),
-        method=claims.method(plan),
+        method=claims.PROSE.line("method", plan),
         clip=None if terms is None else plan.privacy.clip,
         noise_multiplier=None if terms is None else terms.noise_multiplier,
         sampling_rate=plan.privacy.sampling_rate,
@@ -120,25 +119,28 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
-        trusted=claims.trusted(plan, simulated=history.simulated),
+        trusted=claims.PROSE.said("trusted", plan, history.simulated),
         not_covered=(
             *_missing_rounds(plan, history),
-            *_earlier_protocol(plan, history),
-            *(claims.poisoned(plan) if history.simulated and not files.federation.exists() else ()),
-            *claims.not_covered(plan),
+            *(
+                claims.PROSE.said("poisoned", plan)
+                if history.simulated and not files.federation.exists()
+                else ()
+            ),
+            *claims.PROSE.said("not_covered", plan),
         ),
-        secure=_secure(plan, history),
+        secure=_secure(plan),
         ledger=account.ledger,
         audit=_audit(files.audit),
         dataset=over_runs(plan, history, account.epsilon),
         units=claims.things(plan),
         groups=_groups(account, terms),
-        trust_model=claims.trust_model(plan),
-        protected_from=claims.protected_from(plan),
-        responsible=claims.responsible(plan, simulated=history.simulated),
-        exposure=claims.exposure(plan, simulated=history.simulated),
+        trust_model=claims.PROSE.line("trust_model", plan),
+        protected_from=claims.PROSE.line("protected_from", plan),
+        responsible=claims.PROSE.said("responsible", plan, history.simulated),
+        exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        search=claims.searched(plan),
+        search=claims.PROSE.line("searched", plan),
     )
 
 
@@ -443,7 +445,7 @@ def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: s
     for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
         summed, sites = history.survivors.get(number, frozenset()), history.done[number]["sites"]
-        if len(summed) != sites:  # of an earlier version
+        if len(summed) != sites:
             return f"the journal names {len(summed)} of the {sites} sites in the sum of round {number}"
         if missing := sorted(summed - paid):
             return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
@@ -526,10 +528,8 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     rows = []
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
-        # A run in clear of an earlier version does not say whose updates are in a sum.
-        unnamed = asked.difference(history.survivors)
         named = {number for number, sites in history.survivors.items() if name in sites}
-        summed = rounds = unnamed.union(named).intersection(history.summed)
+        summed = rounds = frozenset(named.intersection(history.summed))
         if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
@@ -553,26 +553,12 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     return tuple(rows)
 
 
-def _secure(plan: Plan, history: RunHistory) -> SecureSum | None:
+def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
     ring_bits, groups = plan.aggregation.ring_bits, plan.aggregation.groups
-    if history.secure_sum != PROTOCOL:
-        return SecureSum(plan.cohort.size(), None, None, None, None, ring_bits)
     found = plan.threshold()
     return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
-
-
-def _earlier_protocol(plan: Plan, history: RunHistory) -> tuple[str, ...]:
-    if not plan.aggregation.secure or history.secure_sum == PROTOCOL:
-        return ()
-    return (
-        (
-            "A coordinator that lies. The run was created with an earlier version of the secure sum, in which such a "
-            "coordinator could open single updates. What this page says about the secure sum holds for that run only "
-            "if the coordinator followed the protocol."
-        ),
-    )
 
 
 def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:

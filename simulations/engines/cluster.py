@@ -1,4 +1,4 @@
-"""The Ray cluster of the `flower` engine: start one on this machine, or join one that runs, and check its nodes.
+"""The running Ray cluster of a simulation: join it, and check its nodes.
 
 A site's next message may go to another node, and Flower's runtime has no place for a site. So the run folder, in which
 the sites keep their records and their state, must be on a file system that all nodes share, and on which a write and a
@@ -6,15 +6,13 @@ lock of one node hold for the others at once. `check_nodes` tries both on each n
 refused: folders that stay on the node where a site first ran, because a run could not be resumed without that node, nor
 its report be read.
 
-Ray listens on all addresses of the machine, and who reaches its ports runs code as its owner. So a cluster that is
-started here asks for a token that only its own processes have. Its logs, which hold the errors of sites and with them
-perhaps records, are in a folder that only the owner can read, and are removed with it. A cluster that is joined is what
-its owner has made of it.
+Ray listens on all addresses of a machine, and who reaches its ports runs code as its owner; its logs hold the errors of
+sites, and with them perhaps records. A cluster is what its owner has made of it. Alternative refused: a cluster that a
+run starts for itself on one machine, where `LocalGrid` is faster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -22,11 +20,7 @@ import os
 import platform
 import secrets
 import shutil
-import signal
 import socket
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +37,6 @@ from cloister.protocol.errors import EngineError, one_line
 from cloister.simulations.engines.process import environment
 
 ANSWER_S = 10.0
-_ENDING_S = 10.0  # for Ray's processes, after they were told to end
-_LONGEST_PLACE = 21  # bytes, so that the paths of Ray's sockets have the 107 that the kernel allows
 _CHECK_S = 90.0  # for a node to start a process that imports this package
 # RFC 9113, 3.4: the preface and SETTINGS.
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -57,102 +49,27 @@ _SAME = ("ray", "flwr", "torch", "transformers", "peft", "numpy")
 
 
 @contextmanager
-def cluster(address: str | None) -> Iterator[None]:
-    """Connect this process to Ray; at exit, disconnect it, and stop what was started here.
+def cluster(address: str) -> Iterator[None]:
+    """Connect this process to Ray; at exit, disconnect it.
 
     Args:
-        address: HOST:PORT of a running cluster of which this machine is a node, which is left running; None: start one
-            on this machine.
+        address: HOST:PORT of a running cluster of which this machine is a node.
 
     Raises:
         EngineError: the cluster does not answer, or has another version of Ray or Python.
     """
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None:
-        with _own_folder() as folder:
-            try:
-                # Ray's processes inherit the variables, but not what was added to this process's sys.path.
-                with environment({**_ENVIRONMENT, **_closed(), "PYTHONPATH": os.pathsep.join(sys.path)}):
-                    _read_variables()
-                    cpus = len(os.sched_getaffinity(0))
-                    ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **quiet)
-                yield
-            finally:
-                ray.shutdown()
-                _read_variables()
-    else:
-        try:
-            _check_answers(address)
-            with environment(_ENVIRONMENT):
-                _join(address, quiet)
-            yield
-        finally:
-            ray.shutdown()
-
-
-def _closed() -> dict[str, str]:
-    """The variables of a cluster that only processes with these variables can use."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def _read_variables() -> None:
-    """Let Ray read its variables again, which it has read when it was imported."""
-    compiled: Any = ray._raylet  # without types
-    compiled.Config.initialize("")
-    compiled.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextmanager
-def _own_folder() -> Iterator[str]:
-    """A folder for Ray's logs and sockets, which only this user can read.
-
-    At exit it is removed, and the processes that have it in their command line are killed: a start of Ray that was
-    interrupted leaves processes that nothing else ends, and they would make the folder again.
-
-    Raises:
-        EngineError: there is no place for it.
-    """
-    chosen = os.environ.get("RAY_TMPDIR", "")
-    place = os.path.abspath(chosen or tempfile.gettempdir())
-    if len(os.fsencode(place)) > _LONGEST_PLACE:
-        if chosen:
-            raise EngineError(
-                "RAY_TMPDIR",
-                chosen,
-                expected=f"a path of {_LONGEST_PLACE} bytes or less, for Ray's sockets in it",
-            )
-        place = "/tmp"
     try:
-        os.makedirs(place, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="cloister-", dir=place)
-    except OSError as error:
-        raise EngineError(
-            "folder for Ray", place, expected=f"a place for its logs and sockets ({one_line(error)})"
-        ) from error
-    try:
-        yield os.path.join(folder, "ray")  # Ray lets all users into the folder that it is given
+        _check_answers(address)
+        with environment(_ENVIRONMENT):
+            _join(address)
+        yield
     finally:
-        again, until = threading.Event(), time.monotonic() + _ENDING_S
-        while (_kill_all(folder) or os.path.exists(folder)) and time.monotonic() < until:
-            shutil.rmtree(folder, ignore_errors=True)
-            again.wait(0.05)
+        ray.shutdown()
 
 
-def _kill_all(folder: str) -> bool:
-    """Kill the processes that have a folder in their command line; returns whether there was one."""
-    found = False
-    with contextlib.suppress(FileNotFoundError):  # a system without it
-        for process in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if f"{folder}/".encode() in Path("/proc", process, "cmdline").read_bytes():
-                    os.kill(int(process), signal.SIGKILL)
-                    found = True
-    return found
-
-
-def _join(address: str, quiet: Mapping[str, Any]) -> None:
+def _join(address: str) -> None:
     try:
-        ray.init(address, **quiet)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:  # Ray raises classes of every kind here
         raise EngineError(
             "--ray-address",

@@ -1,4 +1,4 @@
-"""The `flower` engine: the same two apps on Flower's own simulation runtime, on a Ray cluster.
+"""The same two apps on Flower's own simulation runtime, on a Ray cluster.
 
 No part of a run depends on its engine. This file passes the two apps to the runtime and makes the runtime behave as
 `LocalGrid` does: the coordinator's exception reaches the caller as the same object, and a site's failure becomes the
@@ -36,11 +36,11 @@ def run_on_flower(
     server_app: ServerApp,
     make_client_app: Callable[[], ClientApp],
     sites: int,
+    address: str,
     *,
     workers: int | None = None,
     threads: int = 1,
     workers_per_gpu: int = 1,
-    address: str | None = None,
     shared: Path | None = None,
 ) -> None:
     """Run the two apps on Flower's simulation runtime until the `ServerApp` returns.
@@ -53,19 +53,18 @@ def run_on_flower(
         server_app: The coordinator; it runs in a thread of this process.
         make_client_app: Makes the app of the sites, once in each worker; picklable.
         sites: Number of sites; no more workers are started.
+        address: HOST:PORT of a running Ray cluster, which is left running.
         workers: Most workers; None: as many as there is room for.
         threads: CPUs that Ray reserves for a worker, if the cluster has no GPU.
         workers_per_gpu: Workers that share a GPU.
-        address: HOST:PORT of a running Ray cluster, which is left running; None: start one on this machine and stop it
-            at the end.
-        shared: Folder that all nodes of a running cluster must share.
+        shared: Folder that all nodes must share.
 
     Raises:
         EngineError: Ray is not installed, the cluster does not answer or is unfit, or the runtime failed.
         Exception: the exception that the `ServerApp` raised, the same object.
         KeyboardInterrupt: the process was interrupted; the `ServerApp` has stopped.
     """
-    check_extra("ray", "ray", EngineError, "engine", "flower")
+    check_extra("ray", "ray", EngineError, "--ray-address", address)
     # Ray reads it when it is imported: a thread that outlives the connection must not start another Ray.
     with environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
         from cloister.simulations.engines.cluster import check_nodes, cluster, room
@@ -75,7 +74,7 @@ def run_on_flower(
     guarded = ServerApp()
     guarded.main()(coordinator.main)
     with _quietly(), cluster(address):
-        if address is not None and shared is not None:
+        if shared is not None:
             check_nodes(shared)
         from flwr.simulation import run_simulation
 
@@ -91,7 +90,7 @@ def run_on_flower(
             if coordinator.raised is None:
                 cause = _root(error)
                 raise EngineError(
-                    "engine", "flower", expected=f"Flower's runtime to keep running ({one_line(cause)})"
+                    "--ray-address", address, expected=f"Flower's runtime to keep running ({one_line(cause)})"
                 ) from error
     if coordinator.raised is not None:
         raise coordinator.raised
@@ -160,9 +159,7 @@ def _await_nodes(grid: Grid, sites: int) -> None:
     last = time.monotonic() + _REGISTRATION_S
     while len(list(grid.get_node_ids())) < sites:
         if time.monotonic() > last:
-            raise EngineError(
-                "engine", "flower", expected=f"{sites} sites registered within {_REGISTRATION_S} s"
-            )
+            raise EngineError("Ray cluster", expected=f"{sites} sites registered within {_REGISTRATION_S} s")
         pause.wait(0.02)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +71,8 @@ class LocalGrid(Carrier):
             for node, config in enumerate(node_configs, 1)
         ]
 
-        self._queues: list[deque[_Job]] = [deque() for _ in range(len(workers) + 1)]
-        """Waiting jobs: for each worker those of the sites that it had last, then those of sites that no worker had."""
+        self._queue: list[_Job] = []
+        """Waiting jobs."""
         self._home: dict[int, int] = {}
         """For each site that has worked, the index of the worker that it had last."""
         self._jobs: dict[str, _Job] = {}
@@ -92,8 +91,7 @@ class LocalGrid(Carrier):
         self._jobs.clear()
         self._working.clear()
         self._replies.clear()
-        for queue in self._queues:
-            queue.clear()
+        self._queue.clear()
 
     # Flower's Grid.
 
@@ -131,7 +129,7 @@ class LocalGrid(Carrier):
             id = self._numbered(message)
             job = _Job(message, segments, _expiry(message), id, message.metadata.dst_node_id, self._pushes)
             self._jobs[job.id] = job
-            self._queues[self._home.get(job.node, -1)].append(job)
+            self._queue.append(job)
             ids.append(job.id)
         self._dispatch()
         return ids
@@ -193,24 +191,15 @@ class LocalGrid(Carrier):
         of an earlier push does not fit yet, those of later ones wait for it."""
         busy = {job.node for job in self._working.values()}
         free = len(self._pool) - sum(self._slots[node - 1] for node in busy)
-        if free <= 0:
+        waiting = [job for job in self._queue if job.node not in busy]
+        earliest = min((job.push for job in waiting), default=0)
+        fitting = [job for job in waiting if job.push == earliest and self._slots[job.node - 1] <= free]
+        if not fitting:
             return None
-        queues = self._queues
-        first: tuple[deque[_Job], _Job] | None = None
-        earliest = math.inf
-        for queue in (queues[index], queues[-1], *queues[:index], *queues[index + 1 : -1]):
-            for job in queue:
-                if job.node in busy:
-                    continue
-                earliest = min(earliest, job.push)
-                if self._slots[job.node - 1] <= free:
-                    if first is None or job.push < first[1].push:
-                        first = queue, job
-                    break
-        if first is None or first[1].push > earliest:
-            return None
-        queue, job = first
-        queue.remove(job)
+        homes = [self._home.get(job.node) for job in fitting]
+        best = next(home for home in (index, None, *homes) if home in homes)
+        job = fitting[homes.index(best)]
+        self._queue.remove(job)
         return job
 
     def _assign(self, worker: Worker, job: _Job) -> None:
@@ -227,7 +216,7 @@ class LocalGrid(Carrier):
                 )
             else:
                 job.retried = True
-                self._queues[-1].appendleft(job)
+                self._queue.insert(0, job)
             return
         job.segments.release(job.message)
         self._working[worker] = job
@@ -292,11 +281,9 @@ class LocalGrid(Carrier):
         """As `Carrier.cancel`; workers that are busy with one of the messages are killed."""
         ids = list(message_ids)
         dropped = {id: job for id in ids if (job := self._jobs.pop(id, None))}
-        for index, queue in enumerate(self._queues if dropped else ()):
-            for job in queue:
-                if job.id in dropped:
-                    job.segments.release(job.message)
-            self._queues[index] = deque(job for job in queue if job.id not in dropped)
+        for job in [job for job in self._queue if job.id in dropped]:
+            job.segments.release(job.message)
+            self._queue.remove(job)
         for id in ids:
             self._replies.pop(id, None)
         for job in dropped.values():

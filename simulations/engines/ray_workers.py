@@ -126,7 +126,7 @@ class RayWorkers(Backend):
 
     def _check_not_over(self) -> None:
         if self._over.is_set():
-            raise EngineError("engine", "flower", expected="the run to wait for this site, and it is over")
+            raise EngineError("Ray cluster", expected="the run to wait for this site, and it is over")
 
 
 class _Vectors:

@@ -351,60 +351,47 @@ def _check_range(name: str, parameter: ParameterSection) -> None:
         )
 
 
+_INDEPENDENT = "with a privacy unit: the price is that of independent trials"
+_FIXED_BY_LAW = (
+    (
+        "sampler",
+        "tpe",
+        f'"random" or "grid" {_INDEPENDENT}, and TPE chooses a trial by the losses of earlier ones',
+    ),
+    ("pruner", "median", f'"none" {_INDEPENDENT}, and a pruner compares them'),
+    ("pruner", "hyperband", f'"none" {_INDEPENDENT}, and a pruner compares them'),
+)
+"""Values that are refused under a privacy unit, and why."""
+_DRAWN = {
+    "trials": "no value with a privacy unit: the best of a fixed number of trials costs what all of them cost",
+    "seed": "no value with a privacy unit: a reader who knows the settings of all trials would learn from those of the "
+    "best one how many there were",
+}
+"""Fields that have no value under a privacy unit, and why."""
+
+
 def _check_law(search: Search, *, private: bool) -> None:
-    if not private:
-        for name in ("law", "mean"):
-            if getattr(search, name) is not None:
-                raise SearchError(
-                    name,
-                    getattr(search, name),
-                    expected="no value; only valid with a privacy unit, under which the number of trials is drawn",
-                    fix="set trials",
-                )
-        if search.trials is None and search.sampler != "grid":
-            raise SearchError("trials", expected=f'a number with sampler = "{search.sampler}"')
-        if search.trials is not None and search.sampler == "grid":
-            raise SearchError(
-                "trials", search.trials, expected='no value with sampler = "grid": all its points run'
-            )
-        return
-    if search.sampler == "tpe":
-        raise SearchError(
-            "sampler",
-            "tpe",
-            expected='"random" or "grid" with a privacy unit: the price is that of independent trials, and TPE chooses '
-            "a trial by the losses of earlier ones",
-            fix='set sampler = "random"',
-        )
-    if search.pruner != "none":
-        raise SearchError(
-            "pruner",
-            search.pruner,
-            expected='"none" with a privacy unit: the price is that of independent trials, and a pruner compares them',
-            fix="remove pruner",
-        )
-    if search.trials is not None:
-        raise SearchError(
-            "trials",
-            search.trials,
-            expected="no value with a privacy unit: the best of a fixed number of trials costs what all of them cost",
-            fix='set law = "logarithmic" and mean, and the number is drawn in secret',
-        )
-    if search.seed is not None:
-        raise SearchError(
-            "seed",
-            search.seed,
-            expected="no value with a privacy unit: a reader who knows the settings of all trials would learn from "
-            "those of the best one how many there were",
-            fix="remove seed",
-        )
     for name in ("law", "mean"):
-        if getattr(search, name) is None:
+        value = getattr(search, name)
+        if private and value is None:
             raise SearchError(
                 name,
                 expected="a value with a privacy unit, under which the number of trials is drawn in secret",
                 fix='set law = "logarithmic" and mean = 10',
             )
+        if not private and value is not None:
+            expected = "no value; only valid with a privacy unit, under which the number of trials is drawn"
+            raise SearchError(name, value, expected=expected, fix="set trials")
+    if private:
+        for name, value, expected in _FIXED_BY_LAW:
+            if getattr(search, name) == value:
+                raise SearchError(name, value, expected=expected)
+        for name, expected in _DRAWN.items():
+            if getattr(search, name) is not None:
+                raise SearchError(name, getattr(search, name), expected=expected, fix=f"remove {name}")
+    elif (search.trials is None) != (search.sampler == "grid"):
+        expected = "no value with" if search.sampler == "grid" else "a number with"
+        raise SearchError("trials", search.trials, expected=f'{expected} sampler = "{search.sampler}"')
 
 
 def _check_field(field: str, *, private: bool) -> None:

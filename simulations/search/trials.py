@@ -10,12 +10,13 @@ import fcntl
 import math
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe, connection, get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from socket import socket
 from typing import Literal
 
 from cloister.protocol.errors import (
@@ -30,6 +31,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.machine import fork_server
 from cloister.protocol.machine.closing import Closing
+from cloister.protocol.machine.segments import Channel, packed
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.progress import Evaluated, Event
@@ -41,6 +43,8 @@ _ENDING = StorageError, EngineError, RunFolderError
 _SITES = QuorumError, LedgerError, BudgetError
 """Errors that end a search under a privacy unit too: sites never fail by what they train there, so these are not of the
 trial's settings."""
+_EXIT_S = 60.0
+"""Seconds for which a trial that is over may end by itself."""
 _HELD_S = 60.0
 """Seconds after which a trial of a search that was killed, and that still runs, is an error."""
 
@@ -49,7 +53,6 @@ _HELD_S = 60.0
 class Engine:
     """What runs the sites of each trial: the options of `simulate`."""
 
-    engine: str = "local"
     workers: int | None = None
     ray_address: str | None = None
 
@@ -79,12 +82,12 @@ class Processes(Closing):
     def __init__(self, engine: Engine, log: Path) -> None:
         self._engine = engine
         self._log = log
-        self._running: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._running: dict[int, tuple[ForkServerProcess, Channel]] = {}
 
     def close(self) -> None:
         """End the trials that run."""
         for number in list(self._running):
-            self._end(number, kill=True)
+            self._end(number)
 
     def __len__(self) -> int:
         """Trials that run."""
@@ -96,16 +99,11 @@ class Processes(Closing):
         Raises:
             EngineError: its process cannot be started.
         """
-        ours, theirs = Pipe()
-        process = get_context("forkserver").Process(
-            target=_work,
-            args=(theirs, folder, plan.to_json(), self._engine, self._log),
-            name=f"trial {number}",
-        )
         with environment(variables(plan)), fork_server.running([__name__, *modules(plan)]):
-            process.start()
-        theirs.close()
-        self._running[number] = process, ours
+            process, ours = fork_server.start(
+                _work, number, folder, plan.to_json(), self._engine, self._log, name=f"trial {number}"
+            )
+        self._running[number] = process, Channel(ours)
 
     def hear(self) -> Sequence[Heard]:
         """Wait until a trial has said something; one that is `done`, `pruned` or `failed` has ended.
@@ -113,45 +111,38 @@ class Processes(Closing):
         Raises:
             CloisterError: a trial met an error that ends the search, or its process was killed.
         """
-        by_source = {ours: number for number, (_, ours) in self._running.items()}
+        sources = {channel.fileno(): number for number, (_, channel) in self._running.items()}
         said = []
-        for source in connection.wait(list(by_source)):
-            assert isinstance(source, Connection), "as they were given"
-            number = by_source[source]
+        for source in connection.wait(list(sources)):
+            assert isinstance(source, int), "as they were given"
+            number = sources[source]
             try:
-                found = source.recv()
+                found: Heard | CloisterError = self._running[number][1].receive()
             except (EOFError, OSError):
-                status = self._end(number)
                 raise EngineError(
                     f"trial {number}",
-                    expected=f"a process that ends by itself, and it {fork_server.ending(status)}",
+                    expected=f"a process that ends by itself, and it {self._end(number, _EXIT_S)}",
                     fix=f"see {self._log}",
                 ) from None
             if isinstance(found, CloisterError):
-                self._end(number)
+                self._end(number, _EXIT_S)
                 raise found
-            what, round_number, loss, reason = found
-            said.append(Heard(number, what, round_number, loss, reason))
-            if what != "loss":
-                self._end(number)
+            said.append(found)
+            if found.what != "loss":
+                self._end(number, _EXIT_S)
         return said
 
     def answer(self, number: int, *, go_on: bool) -> None:
         """Say to a trial that has told its loss whether it goes on."""
         try:
-            self._running[number][1].send(go_on)
+            self._running[number][1].send(packed(go_on))
         except OSError:
             return  # it was killed; `hear` says so
 
-    def _end(self, number: int, *, kill: bool = False) -> int:
-        process, ours = self._running.pop(number)
-        if kill:
-            process.kill()
-        process.join()
-        ours.close()
-        status = process.exitcode
-        process.close()
-        return status or 0
+    def _end(self, number: int, patience: float = 0.0) -> str:
+        process, channel = self._running.pop(number)
+        channel.close()
+        return fork_server.end(process, patience)
 
 
 # In the trial's process.
@@ -161,45 +152,41 @@ class _PrunedError(CloisterError):
     """The trial is not to go on."""
 
 
-def _work(theirs: Connection, path: Path, plan_json: str, engine: Engine, log: Path) -> None:
+def _work(theirs: socket, number: int, path: Path, plan_json: str, engine: Engine, log: Path) -> None:
     fork_server.begin()
     with log.open("ab") as file:
         fork_server.redirect(file.fileno(), file.fileno())
     from cloister.protocol.plan.soundness import from_json
 
     plan = from_json(plan_json)
-    private = plan.privacy.unit != "none"
+    private, channel, says = plan.privacy.unit != "none", Channel(theirs), partial(Heard, number)
+    said: Heard | CloisterError
     try:
-        _simulate(theirs, path, plan, engine)
-        theirs.send(("done", 0, math.nan, ""))
+        _simulate(channel, says, path, plan, engine)
+        said = says("done")
     except _PrunedError:
-        theirs.send(("pruned", 0, math.nan, ""))
+        said = says("pruned")
     except CloisterError as error:
         ends = isinstance(error, (*_ENDING, *_SITES) if private else _ENDING)
-        theirs.send(error if ends else ("failed", 0, math.nan, one_line(error)))
+        said = error if ends else says("failed", reason=one_line(error))
+    channel.send(packed(said))
 
 
-def _simulate(theirs: Connection, path: Path, plan: Plan, engine: Engine) -> None:
+def _simulate(channel: Channel, says: Callable[..., Heard], path: Path, plan: Plan, engine: Engine) -> None:
     from cloister.simulations.engines.process import collect_rarely
     from cloister.simulations.federation import simulate
 
     def observe(event: Event) -> None:
         if isinstance(event, Evaluated) and 0 < event.round < plan.run.rounds:
-            theirs.send(("loss", event.round, event.figures["loss"], ""))
-            if not theirs.recv():
+            channel.send(packed(says("loss", event.round, event.figures["loss"])))
+            if not channel.receive():
                 raise _PrunedError("trial", expected="a loss like those of other trials")
 
     with _opened(path, plan) as folder:
         if folder.plan != plan:
             raise RunFolderError(str(path), expected="the plan of this trial, and it has another one")
         collect_rarely()
-        simulate(
-            folder,
-            observe,
-            engine=engine.engine,
-            workers=engine.workers,
-            ray_address=engine.ray_address,
-        )
+        simulate(folder, observe, workers=engine.workers, ray_address=engine.ray_address)
 
 
 def _wait_for(lock: Path) -> None:

@@ -251,11 +251,11 @@ def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
         best = min(complete, key=_rank, default=None)
         return Found(best, folder.trial(best.number) if best else None, trials)
     if not (folder.best.exists() or (folder.untrained / "final").exists()):
-        if engine.engine != "local":
+        if engine.ray_address is not None:
             raise EngineError(
-                "--engine",
-                engine.engine,
-                expected="local under a privacy unit: Ray leaves traces of every trial",
+                "--ray-address",
+                engine.ray_address,
+                expected="no value under a privacy unit: Ray leaves traces of every trial",
             )
         _run_sealed(folder, engine)
     found = Found(None, folder.untrained)

@@ -293,7 +293,7 @@ def stop(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, b
         raise error
 
     monkeypatch.setattr(federation, "simulate", simulate)
-    options = argparse.Namespace(json=False, engine="local", workers=1, ray_address=None, per_site=False)
+    options = argparse.Namespace(json=False, workers=1, ray_address=None, per_site=False)
     with RunFolder.create(path, parse("")) as folder, pytest.raises(type(error)):
         execute(folder, options, new=True)
 
@@ -333,7 +333,7 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(
             raise KeyboardInterrupt
 
     monkeypatch.setitem(sys.modules, "cloister.simulations.federation", Interrupted())
-    options = argparse.Namespace(json=False, engine="local", workers=1, ray_address=None, per_site=False)
+    options = argparse.Namespace(json=False, workers=1, ray_address=None, per_site=False)
     with RunFolder.create(tmp_path / "run", parse("")) as folder, pytest.raises(KeyboardInterrupt):
         execute(folder, options, new=True)
     assert "stopped; continue with" in capsys.readouterr().out

@@ -18,12 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from cloister.aggregation.features.in_clear import count_of_loss
-from cloister.aggregation.secure import keys
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.resident import Resident
-from cloister.clients.setup.config import read_config
-from cloister.clients.site import Simulated, Site
+from cloister.clients.site import Site
 from cloister.clients.state import attempt_files
 from cloister.clients.state.kept import ROUNDING_KEY, Kept, run_folder, update_path
 from cloister.clients.training.work import Here
@@ -76,7 +74,6 @@ from cloister.protocol.messages.wire import encode
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.server.sum.channel import Failure
-from cloister.simulations.federation import open_site
 from cloister.tests.parties.federation import (
     CENTRAL,
     PRIVATE,
@@ -560,27 +557,6 @@ def test_rounding_is_a_secret_of_the_site(federation: Federation) -> None:
         federation.joined(plan=plan, secure=False, state=str(key.parent), pinned=False).contribute(
             federation.request(plan=plan)
         )
-
-
-def test_sites_of_one_process_share_no_secret_unless_they_are_simulated(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> bytes:
-        raise AssertionError("a secret of one site was given to another")
-
-    monkeypatch.setattr(keys.Agreements, "secret", refuse)
-    attack, resident = Attack(federation), Resident()
-    folders = [federation.sites_folder / name / "site.toml" for name in federation.names]
-    attack.sites = [Site(read_config(path), resident) for path in folders]
-    assert len(attack.deal()) == len(federation.names)
-    simulated = (
-        open_site(federation.sites_folder, federation.plan, index, resident, keys.Agreements())
-        for index in range(len(federation.names))
-    )
-    attack = Attack(federation, attempt=2)
-    attack.sites = list(simulated)
-    with raises(AssertionError, "a secret of one site"):
-        attack.deal()
 
 
 def test_shares_for_another_site_are_refused(federation: Federation) -> None:
@@ -1162,23 +1138,6 @@ def test_an_edit_of_its_configuration_leaves_one_attempt_of_a_site_in_memory(fed
     again.sites = [edited, *attack.sites[1:]]
     again.carry_through(())
     assert resident.opened == {}
-
-
-def test_a_site_that_is_not_simulated_uses_no_attempt_of_one_that_is(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attack, resident = Attack(federation), Resident()
-    simulated, configs = Simulated(agreements=keys.Agreements()), [each.config for each in attack.sites]
-    attack.sites = [Site(config, resident, simulated=simulated) for config in configs]
-    inboxes, name = attack.deal(), federation.names[0]
-
-    def refuse(*_: object) -> bytes:
-        raise AssertionError("a secret of one site was given to another")
-
-    monkeypatch.setattr(keys.Agreements, "secret", refuse)
-    with raises(AssertionError, "a secret of one site"):
-        attack.contribute(attack.sites[0], inboxes[name])
-    assert attack.contribute(Site(configs[0], resident), inboxes[name]).statement
 
 
 def test_a_site_that_raises_its_minimum_holds_to_it_in_the_attempt_that_is_under_way(

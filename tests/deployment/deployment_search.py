@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from cloister.tests.parties.cluster_sites import await_
-from cloister.tests.simulations.engines.test_cluster import TwoNodes, flower, two
-from cloister.tests.simulations.engines.test_flower_engine import needs_ray, ray_leaves
+from cloister.tests.simulations.engines.test_cluster import TwoNodes, flower, needs_ray, ray_leaves, two
 from cloister.tests.tools.command import ran
 
 __all__ = ["flower", "two"]  # fixtures

@@ -29,7 +29,7 @@ A plan is one TOML file with the sections below. `cloister plan new` prints one 
 other are refused, with the fix. A section or field that is left out has its default; "not set" is a field without a
 value. An override (`--set`) drops the fields of the file that it leaves without effect. Fields that protect, or
 that name a charge or a mask, are refused instead, and the error says what to change. They are those of `[privacy]`,
-`data.owner`, `aggregation.cipher`, the ledger over runs and the bound of the gate, and values that no unit allows.
+`data.owner`, the ledger over runs and the bound of the gate, and values that no unit allows.
 
 This page is made from `protocol/plan/plan.py` by `make docs`.
 """

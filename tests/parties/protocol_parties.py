@@ -199,7 +199,7 @@ class Parties:
 
         def handle(told: Inbox) -> Masked:
             site.receive(told)
-            site.mask(vector, instructions=self.coordinator.attempt.instructions, threads=threads)
+            site.mask([(0, vector)], instructions=self.coordinator.attempt.instructions, threads=threads)
             return site.masked(manifest_digest(manifest_of([(0, vector)])))
 
         self.masked[name] = vector

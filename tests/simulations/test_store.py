@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.aggregation.secure.keys import Agreements
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import preparation_of
 from cloister.lm.text.data import Preparation, Prepared, Store
 from cloister.lm.text.tokenizer import load_tokenizer
-from cloister.privacy.accounting.claims import not_covered
+from cloister.privacy.accounting.claims import PROSE
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine import storage
 from cloister.server.record.folder import RunFolder
@@ -80,7 +79,7 @@ def test_a_simulated_site_uses_them_and_reads_no_file(
 
 @pytest.mark.slow
 def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> None:
-    """Those read their own files and share nothing; the simulated ones share sequences, and agree once on a secret."""
+    """Those read their own files and share nothing; the simulated ones share sequences."""
     found = []
     for way in ("deployed", "simulated"):
         federation = Federation(tmp_path / way, tiny("run.rounds=1", "simulation.durable=false"))
@@ -88,9 +87,8 @@ def test_a_run_has_the_same_weights_as_with_deployed_sites(tmp_path: Path) -> No
         if way == "simulated":
             made(federation)
             federations._store.cache_clear()
-            agreements = Agreements()
             for index, name in enumerate(federation.names):
-                site = partial(open_site, folder, plan, index, federation.resident, agreements)
+                site = partial(open_site, folder, plan, index, federation.resident)
                 federation.channel.sites[name] = site
         RunFolder.create(tmp_path / f"run-{way}", plan).close()
         with RunFolder.reopen(tmp_path / f"run-{way}") as run_folder:
@@ -185,7 +183,10 @@ def test_files_that_are_removed_anyway_are_not_synced(
 
 
 def test_the_report_names_it() -> None:
-    told = [not_covered(tiny(*RECORD, f"simulation.durable={durable}")) for durable in ("true", "false")]
+    told = [
+        PROSE.said("not_covered", tiny(*RECORD, f"simulation.durable={durable}"))
+        for durable in ("true", "false")
+    ]
     assert ["simulation.durable = false" in " ".join(each) for each in told] == [False, True]
 
 

@@ -342,7 +342,8 @@ class Decisions:
             site.receive(told)
         except SecureSumError:
             return None
-        site.mask(np.zeros(self.setting.contract.length, np.uint32), instructions=self.begin.instructions)
+        vector = np.zeros(self.setting.contract.length, np.uint32)
+        site.mask([(0, vector)], instructions=self.begin.instructions)
         return site, site.masked(bytes(32))
 
     def worlds(self, i: int) -> tuple[World, ...]:

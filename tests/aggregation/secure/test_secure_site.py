@@ -37,7 +37,6 @@ from cloister.protocol.errors import (
     AgreementError,
     AnsweredError,
     ExclusiveError,
-    MaskError,
     MemberError,
     OneTimeKeyError,
     SecureSumError,
@@ -46,6 +45,7 @@ from cloister.protocol.errors import (
     StaleError,
     StepError,
     TooFewSitesError,
+    UpdateError,
 )
 from cloister.protocol.messages.cohort import Draw
 from cloister.protocol.messages.messages import (
@@ -101,7 +101,7 @@ def test_steps_out_of_order_are_refused() -> None:
     for call in (
         lambda: site.share(peers),
         lambda: site.receive(Inbox(bytes(32), (), (), ())),
-        lambda: site.mask(np.zeros(LENGTH, np.uint32), instructions=MODEL),
+        lambda: site.mask([(0, np.zeros(LENGTH, np.uint32))], instructions=MODEL),
         lambda: site.take_seeds(instructions=MODEL),
         lambda: site.masked(bytes(32)),
         lambda: site.confirm(Survivors(bytes(32), ())),
@@ -161,7 +161,7 @@ def test_messages_of_another_attempt_are_refused_at_every_step() -> None:
     ranks=st.booleans(),
 )
 def test_any_shard_layout_gives_the_same_upload(cuts: list[int], bits: Any, order: Any, ranks: bool) -> None:
-    """A site may mask shard by shard in any order, or hand its seeds to its ranks."""
+    """A site masks its whole vector in any pieces, or hands its seeds to its ranks, which mask in any order."""
     whole, sharded = (Parties(3, ring_bits=bits, length=5000) for _ in range(2))
     inboxes = [parties.share(parties.advertise()) for parties in (whole, sharded)]
     name = whole.names[1]
@@ -170,13 +170,13 @@ def test_any_shard_layout_gives_the_same_upload(cuts: list[int], bits: Any, orde
     site.receive(inboxes[1][name])
     bounds = [0, *sorted(cuts), 5000]
     shards = [(start, vector[start:end]) for start, end in itertools.pairwise(bounds)]
-    order.shuffle(shards)
-    seeds = site.take_seeds(instructions=MODEL) if ranks else None
-    for start, shard in shards:
-        if seeds is None:
-            site.mask(shard, instructions=MODEL, offset=start)
-        else:
+    if ranks:
+        order.shuffle(shards)
+        seeds = site.take_seeds(instructions=MODEL)
+        for start, shard in shards:
             masks.apply(shard, seeds.add, seeds.subtract, offset=start)
+    else:
+        site.mask(shards, instructions=MODEL)
     site.masked(bytes(32))
     np.testing.assert_array_equal(whole.masked[name], vector)
     assert not np.array_equal(vector, whole.vectors[name])
@@ -189,33 +189,33 @@ def test_an_element_is_masked_once() -> None:
     site.receive(inboxes["site-000"])
     others: list[Any] = [vector.astype(np.uint16), vector.astype(np.int32), vector.reshape(1, -1)]
     for other in others:
-        with raises(MaskError, "vector", says="uint32"):
-            site.mask(other, instructions=MODEL)
-    doubled = np.zeros(2 * LENGTH, np.uint32)
-    with raises(MaskError, "vector", says="strided"):
-        site.mask(doubled[::2], instructions=MODEL)
-    with raises(MaskError, "offset"):
-        site.mask(vector[:1], instructions=MODEL, offset=-1)
+        with raises(UpdateError, "span at 0", says="uint32"):
+            site.mask([(0, other)], instructions=MODEL)
+    parts = {(start, end): (start, vector[start:end]) for start, end in ((0, 10), (9, LENGTH), (10, LENGTH))}
+    for pieces in (
+        [parts[0, 10]],
+        [parts[10, LENGTH]],
+        [parts[0, 10], parts[9, LENGTH]],
+        [(1, vector)],
+        [parts[10, LENGTH], parts[0, 10]],
+    ):
+        with pytest.raises(UpdateError):
+            site.mask(pieces, instructions=MODEL)
+    with raises(StaleError, "instructions"):
+        site.mask([(0, vector)], instructions=bytes(32))
+    assert not vector.any(), "nothing is masked by what is refused"
     with raises(StepError, "masking", says="37 elements"):
         site.masked(bytes(32))
-    site.mask(vector[10:20], instructions=MODEL, offset=10)
-    site.mask(vector[:0], instructions=MODEL, offset=15)  # a rank without elements
-    for start, end in ((0, 11), (19, 30), (10, 20), (12, 13), (0, LENGTH)):
-        with raises(MaskError, "shard", says="before"):
-            site.mask(vector[start:end], instructions=MODEL, offset=start)
-    with raises(MaskError, "shard", says="part of"):
-        site.mask(vector, instructions=MODEL, offset=1)
-    with raises(StepError, "masks"):
+    site.mask([parts[0, 10], parts[10, LENGTH]], instructions=MODEL)
+    with raises(StepError, "masking"):
+        site.mask([(0, vector)], instructions=MODEL)
+    with raises(StepError, "masking"):
         site.take_seeds(instructions=MODEL)
-    with raises(StaleError, "instructions"):
-        site.mask(vector[:10], instructions=bytes(32))
-    site.mask(vector[20:], instructions=MODEL, offset=20)
-    site.mask(vector[:10], instructions=MODEL)
     site.masked(bytes(32))
     with pytest.raises(StepError):
         site.masked(b"1" * 32)
     with pytest.raises(StepError):
-        site.mask(vector[:0], instructions=MODEL)
+        site.mask([(0, vector)], instructions=MODEL)
 
 
 def test_a_vector_that_was_not_masked_to_the_end_is_never_signed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +229,11 @@ def test_a_vector_that_was_not_masked_to_the_end_is_never_signed(monkeypatch: py
 
     monkeypatch.setattr(masks, "_apply_part", fail)
     with pytest.raises(MemoryError):
-        site.mask(vector, instructions=MODEL, threads=2)
+        site.mask([(0, vector)], instructions=MODEL, threads=2)
     with raises(StepError, "masking", says="masked first"):
         site.masked(bytes(32))
-    with raises(MaskError, "shard", says="before"):
-        site.mask(vector, instructions=MODEL)
+    with raises(StepError, "masking"):
+        site.mask([(0, vector)], instructions=MODEL)
 
 
 def test_seeds_are_given_once() -> None:
@@ -245,7 +245,7 @@ def test_seeds_are_given_once() -> None:
     with pytest.raises(StepError):
         site.take_seeds(instructions=MODEL)
     with pytest.raises(StepError):
-        site.mask(np.zeros(LENGTH, np.uint32), instructions=MODEL)
+        site.mask([(0, np.zeros(LENGTH, np.uint32))], instructions=MODEL)
 
 
 def test_seeds_are_not_shown_in_logs() -> None:
@@ -627,7 +627,7 @@ def gives_one_site_another_model(kind: type[SecureSite]) -> None:
         hashes = tuple((sender, bytes(32), bytes(32)) for sender in others)  # no share is needed for this
         site.receive(Inbox(ctx, parties.names, inbox, hashes))
         vector = parties.vectors[name].copy()
-        site.mask(vector, instructions=other.instructions if site is victim else MODEL)
+        site.mask([(0, vector)], instructions=other.instructions if site is victim else MODEL)
         total += vector
     masks.apply(total, (), [parties.self_seed(name) for name in parties.names])
     np.testing.assert_array_equal(total, parties.plain_sum())

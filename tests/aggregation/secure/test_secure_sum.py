@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -79,15 +78,14 @@ def expected(parties: Parties, lasts: Mapping[str, int]) -> masks.Ring | None:
 @given(
     n=st.integers(3, 9),
     bits=st.sampled_from([16, 32]),
-    cipher=st.sampled_from(["aes-256-ctr", "chacha20"]),
     lasts=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 6, 6, 6, 6]), min_size=9, max_size=9),
     colluders=st.sampled_from([0.0, 0.1, 0.3]),
     seed=st.integers(0, 2**32),
 )
 def test_every_dropout_pattern_gives_the_plain_sum_or_a_typed_error(
-    n: int, bits: int, cipher: str, lasts: list[int], colluders: float, seed: int
+    n: int, bits: int, lasts: list[int], colluders: float, seed: int
 ) -> None:
-    parties = Parties(n, ring_bits=bits, cipher=cipher, tolerance=Tolerance(0.0, colluders), seed=seed)
+    parties = Parties(n, ring_bits=bits, tolerance=Tolerance(0.0, colluders), seed=seed)
     pattern = dict(zip(parties.names, lasts, strict=False))
     plain = expected(parties, pattern)
     if plain is None:
@@ -377,7 +375,6 @@ CHANGES: list[dict[str, Any]] = [
     {"ring_bits": 16},
     {"length": LENGTH + 1},
     {"layout": b"other"},
-    {"cipher": "chacha20"},
     {"tolerance": Tolerance(0.0, 0.3)},  # another threshold
     {"roster": roster(names_of(9))},
     {"draw": Draw(1, TRAIN, 8), "roster": roster(names_of(9))},  # other sites
@@ -426,31 +423,3 @@ def test_masks_of_sites_with_different_models_do_not_cancel() -> None:
         keys.mask_seed(secret, transcript=bytes(32), context=ctx, one="a", other="b") for ctx in contexts
     }
     assert len(seeds) == 2
-
-
-def test_sites_of_one_process_agree_once_on_each_secret_and_say_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With `Agreements`, as in a simulation: half of the agreements, the same messages, nothing kept."""
-    computed = []
-    secret = keys.Exchange.secret
-
-    def counted(exchange: keys.Exchange, public: bytes) -> bytes:
-        computed.append(public)
-        return secret(exchange, public)
-
-    monkeypatch.setattr(keys.Exchange, "secret", counted)
-    alone = Parties(5)
-    alone.to_request()
-    agreements = keys.Agreements()
-    together = Parties(5, site=functools.partial(SecureSite, agreements=agreements))
-    together.to_request()
-    assert together.said == alone.said
-    tried_by_coordinators = 2 * 5 * 2
-    assert len(computed) == 5 * 4 * 2 + 5 * 4 + tried_by_coordinators
-    one, other = (keys.Exchange(bytes([number]) * 32) for number in (1, 2))
-    computed.clear()
-    for context_of_attempt in (b"first", b"second"):  # a later attempt takes none of an earlier one
-        agreements.secret(one, other.public, context_of_attempt)
-    assert agreements.secret(other, one.public, b"second") == secret(one, other.public)
-    assert len(computed) == 2

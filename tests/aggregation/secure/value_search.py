@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cloister.aggregation.secure import keys as crypto
 from cloister.aggregation.secure.secure_site import Member, Past, SecureSite
 from cloister.clients.state.carried import extended
 from cloister.protocol.errors import SecureSumError
@@ -177,7 +176,6 @@ class Values:
     symbols: tuple[Symbol, ...]
     rounds: int
     found: Found = field(default_factory=Found)
-    _agreed: crypto.Agreements = field(default_factory=crypto.Agreements)
 
     def search(self) -> Found:
         """Play all rounds, up to the first attack."""
@@ -228,7 +226,6 @@ class Values:
             random=random.Random(f"{number} {i}").randbytes,
             answered=lambda _mark: None,
             past=Past(history=carries.history),
-            agreements=self._agreed,
         )
         return site, site.advertise(Begin(number, 1, instructions_digest(named.instructions(number))))
 
@@ -297,7 +294,7 @@ class Values:
                 hashes = tuple((names[j], *hashes_for(sites[j][1], names[i])) for j in others)
                 site.receive(Inbox(context, u2, sealed, hashes))
                 vector = np.zeros(self._setting.contract.length, np.uint32)
-                site.mask(vector, instructions=site.attempt.instructions)
+                site.mask([(0, vector)], instructions=site.attempt.instructions)
                 masked = site.masked(bytes(32))
                 said.append((site, masked, site.confirm(Survivors(context, u3))))
             signatures = tuple((it.site, it.signature) for _, _, it in said)

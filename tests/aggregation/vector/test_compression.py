@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from cloister.aggregation.features.compression import (
     START,
     Scales,
     bounds_in,
-    kept_in,
     residuals,
-    stored,
 )
 from cloister.aggregation.features.feature import Given, Summed
 from cloister.aggregation.features.registry import Coordinated
@@ -283,14 +280,12 @@ def test_a_residual_in_a_file_is_that_in_memory(tmp_path: Path) -> None:
         pieces = []
         for span in tile(code.values, 2):  # as two ranks write it
             place = code.coded(span)
-            with (
-                kept_in(left.before, code, place) as kept,
-                stored(left.after, code, place, os.O_WRONLY) as residual,
-            ):
-                part, _ = code.encode(
-                    span.of(x), bounds, seed_of(number), place.start, kept=kept, residual=residual
-                )
-                pieces.append(part)
+            kept, residual = left.kept(code, place), np.empty(place.size, np.int8)
+            part, _ = code.encode(
+                span.of(x), bounds, seed_of(number), place.start, kept=kept, residual=residual
+            )
+            left.keep(code, place, residual)
+            pieces.append(part)
         return np.concatenate(pieces)
 
     coded(1)

@@ -11,10 +11,15 @@ from cloister.protocol.plan.soundness import parse
 def words(*overrides: str) -> str:
     plan = parse("", overrides)
     terms = terms_of(plan, 10_000)
-    said = [claims.unit(plan), claims.relation(plan), claims.mechanism(plan, terms), claims.method(plan)]
+    said = [
+        claims.unit(plan),
+        claims.relation(plan),
+        claims.mechanism(plan, terms),
+        claims.PROSE.line("method", plan),
+    ]
     said += claims.assumptions(plan, terms, simulated=False)
-    said += claims.trusted(plan, simulated=False)
-    said += claims.not_covered(plan)
+    said += claims.PROSE.said("trusted", plan, False)
+    said += claims.PROSE.said("not_covered", plan)
     return "\n".join(said)
 
 
@@ -106,10 +111,10 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
 def test_what_poisoned_sites_did_is_said(settings: tuple[str, str], did: str) -> None:
     kind, factor = settings
     poison = (f"faults.poison.kind={kind}", f"faults.poison.factor={factor}", "faults.poison.share=0.25")
-    (said,) = claims.poisoned(parse("", [*poison, "privacy.unit=none", "data.format=prompt"]))
+    (said,) = claims.PROSE.said("poisoned", parse("", [*poison, "privacy.unit=none", "data.format=prompt"]))
     assert "a share of 0.25 of the simulated sites, rounded and at least one, were attackers: they" in said
     assert did in said
-    assert claims.poisoned(parse("", [])) == ()
+    assert claims.PROSE.said("poisoned", parse("", [])) == ()
 
 
 def test_public_records_and_base_models_are_named_as_not_covered() -> None:

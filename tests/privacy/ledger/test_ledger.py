@@ -526,8 +526,9 @@ def test_a_file_that_may_not_be_written_is_refused() -> None:
             folder.chmod(stat.S_IRWXU)
 
 
-def test_waiting_for_other_processes_ends(path: Path) -> None:
-    ledger = Ledger(path, "site-1", added, patience_s=0.01)
+def test_waiting_for_other_processes_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(path, "site-1", added)
+    monkeypatch.setattr("cloister.privacy.ledger.ledger.PATIENCE_S", 0.01)
     with raw(path) as db:
         db.execute("BEGIN IMMEDIATE")
         with raises(StorageError, "ledger.sqlite", says="0.01 s"):

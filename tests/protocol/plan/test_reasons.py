@@ -94,7 +94,6 @@ PRIVATE = ["aggregation.weighting=uniform", "server.evaluation=none", "privacy.n
             ["privacy.unit=none"],
             "privacy.noise_multiplier",
         ),
-        (["aggregation.cipher=chacha20"], ["aggregation.secure=false"], "aggregation.cipher"),
         (
             [*PRIVATE, "privacy.unit=site", "simulation.ledger=/ledger", "simulation.dataset=mine"],
             ["simulation.ledger=''"],

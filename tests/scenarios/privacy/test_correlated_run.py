@@ -674,7 +674,7 @@ def test_the_words_follow_the_plan() -> None:
     assert "used the noise of each round for one sum only" in assumed
     assert "charged in full in a site's first round" in assumed
     assert "a public partition of the roster" in assumed
-    assert any("The coordinator, fully" in party for party in claims.trusted(plan, simulated=False))
+    assert any("The coordinator, fully" in party for party in claims.PROSE.said("trusted", plan, False))
 
 
 def test_the_figures_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

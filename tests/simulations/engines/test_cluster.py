@@ -1,14 +1,17 @@
-"""The engine `flower` on a real Ray cluster of two nodes on this machine: the weights, a killed worker, what is sent,
-and what is refused before a run begins."""
+"""Runs on a real Ray cluster of two nodes on this machine: the weights, a killed worker, Ctrl-C, what is sent, and what
+is refused before a run begins."""
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import importlib.util
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,11 +23,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from cloister.protocol.errors import DataError, EngineError
 from cloister.protocol.messages.messages import TRAIN, Contribute, Request
 from cloister.server.federation.app import GridChannel
+from cloister.server.record.folder import RunFiles
 from cloister.simulations.engines.flower import run_on_flower
 from cloister.simulations.engines.grid import LocalGrid
 from cloister.tests.parties.cluster_sites import (
@@ -37,14 +42,20 @@ from cloister.tests.parties.cluster_sites import (
     processes,
     raw,
 )
-from cloister.tests.simulations.engines.test_flower_engine import needs_ray, ray_leaves
-from cloister.tests.tools.command import lone_refusal, ran, refusal
-from cloister.tests.tools.kills import ended
+from cloister.tests.scenarios.test_async import ASYNC
+from cloister.tests.tools.command import lone_refusal, ran, refusal, set_options
+from cloister.tests.tools.kills import ended, family
 from cloister.tests.tools.raises import raises
 
 SITES = 6
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
+# Ray leaves the processes that it started, while they still shut down, and their streams to the garbage collector.
+ray_leaves = [
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file .*name='/dev/null':ResourceWarning"),
+]
 pytestmark = [needs_ray, *ray_leaves]
 
 
@@ -61,6 +72,11 @@ class TwoNodes:
         raylet = self.raylets[node]
         children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
         return [int(child) for child in children if title(int(child)) not in ("", *AGENTS)]
+
+    def busy(self) -> list[str]:
+        """What the processes of workers are called that work, or belong to a run."""
+        titles = [title(process) for node in self.raylets for process in self.workers(node)]
+        return [each for each in titles if each != "ray::IDLE"]
 
 
 def title(process: int) -> str:
@@ -95,7 +111,7 @@ def two() -> Iterator[TwoNodes]:
 @pytest.fixture
 def flower(two: TwoNodes) -> Iterator[list[str]]:
     """The options that choose the cluster."""
-    yield ["--engine", "flower", "--ray-address", two.address]
+    yield ["--ray-address", two.address]
     gc.collect()  # what Ray leaves, inside the test that ignores its warnings
 
 
@@ -168,19 +184,59 @@ def test_two_nodes_give_the_weights_of_one_process_though_a_worker_is_killed_and
     assert json.loads(printed.splitlines()[-1])["params_sha256"] == whole["params_sha256"]
     assert at_work == {"one", "two"}
     assert not list(Path("run").glob(".nodes-*"))
-    busy: list[str] = []
+    leaves(two)
 
-    def are_idle() -> bool:
-        """Whether the run has left the cluster, whose workers stay."""
-        titles = [title(process) for node in two.raylets for process in two.workers(node)]
-        busy[:] = [each for each in titles if each != "ray::IDLE"]
-        return not busy
 
+def leaves(two: TwoNodes) -> None:
+    """A run has left the cluster, which stays."""
     try:
-        await_(are_idle)
+        await_(lambda: not two.busy())
     finally:
-        assert not busy, "what they are called instead"
+        assert not two.busy()
     assert all(title(raylet) for raylet in two.raylets.values())
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_run_and_leaves_the_cluster(
+    small_plan: Path, two: TwoNodes, flower: list[str], tmp_path: Path
+) -> None:
+    """`test_resume.py` continues runs that were stopped."""
+    out = tmp_path / "stopped"
+    command = [sys.executable, "-m", "cloister.cli.main", "simulate", str(small_plan), "--out", str(out)]
+    with subprocess.Popen(
+        [*command, *flower, "--workers", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1: 4 sites") for line in process.stdout)
+        ends = [os.pidfd_open(pid) for pid in family(process.pid)]
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        try:
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert printed.splitlines()[-1] == f"stopped; continue with: cloister resume {out}"
+    assert errors == "cloister: interrupted\n"
+    assert all(map(ended, ends))
+    leaves(two)
+
+
+@pytest.mark.slow
+def test_asynchronous_rounds_need_only_push_and_pull(
+    small_plan: Path, flower: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flower's runtime returns replies to who asks again and again, and takes messages meanwhile."""
+    out = tmp_path / "run"
+    settings = set_options([*ASYNC, "run.rounds=2"])
+    code, _, err = ran(capsys, "simulate", str(small_plan), "--out", str(out), *flower, *settings)
+    assert code == 0, err
+    summed = [row["staleness"] for row in RunFiles(out).metrics() if row["round"]]
+    assert len(summed) == 2
+    assert all(summed)
 
 
 def asking(grid: Grid, timeout_s: float, content: RecordDict | None = None) -> list[Message]:
@@ -208,7 +264,7 @@ def test_the_end_of_a_run_waits_for_no_site(two: TwoNodes, flower: list[str], tm
                 busy[node] = os.pidfd_open(int(process))
             begun.append(time.monotonic())
 
-        run_on_flower(app, make_endless, SITES, address=two.address)
+        run_on_flower(app, make_endless, SITES, two.address)
     assert time.monotonic() - begun[0] < PATIENCE_S
     assert all(ended(process, PATIENCE_S) for process in busy.values())
 
@@ -222,7 +278,7 @@ def test_a_worker_that_cannot_start_says_why(two: TwoNodes, flower: list[str]) -
     def main(grid: Grid, context: Context) -> None:
         replies.extend(asking(grid, PATIENCE_S))
 
-    run_on_flower(app, make_nothing, 2, address=two.address)
+    run_on_flower(app, make_nothing, 2, two.address)
     assert len(replies) == 2
     assert all("LookupError: no such app" in str(reply.error.reason) for reply in replies)
 
@@ -251,7 +307,7 @@ def test_as_many_sites_work_at_once_as_there_are_workers(
     def main(grid: Grid, context: Context) -> None:
         replies.extend(asking(grid, PATIENCE_S))
 
-    run_on_flower(app, make_app, 40, address=two.address)
+    run_on_flower(app, make_app, 40, two.address)
     assert [reply.has_content() for reply in replies] == [True] * 40
 
 
@@ -302,7 +358,7 @@ def test_both_engines_give_the_same_replies_and_raise_the_coordinators_exception
     capfd.readouterr()  # drops the traceback of the site's exception, which its worker prints
     replied: list[object] = []
     with pytest.raises(DataError) as raised_on_flower:
-        run_on_flower(server_app(replied, error), app, SITES, address=two.address)
+        run_on_flower(server_app(replied, error), app, SITES, two.address)
     assert raised_locally.value is raised_on_flower.value is error
     out = capfd.readouterr()
     assert "Traceback" not in out.out + out.err
@@ -357,7 +413,7 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
         await_(lambda: released(first))
         assert second in memory_summary()
 
-    run_on_flower(app, make_app, SITES, address=two.address)
+    run_on_flower(app, make_app, SITES, two.address)
     assert list(stored.values()) == [400_000, 400_000]  # one for each round
     assert sorted(answer["sum"] for answer in said) == [100_000.0] * SITES + [200_000.0] * SITES
     assert all("plasma" in answer["mapped"] for answer in said)
@@ -367,19 +423,17 @@ def test_a_vector_is_stored_once_for_all_sites_and_read_where_each_node_has_it(
 # What is refused, before a run begins.
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--ray-address", "10.0.0.1:6379"], "expected --engine flower with it"),
-        (["--engine", "flower", "--ray-address", "10.0.0.1"], "expected HOST:PORT of a running Ray cluster"),
-    ],
-)
-def test_an_address_is_for_the_engine_flower_and_has_a_port(
-    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
-) -> None:
-    out = tmp_path / "run"
-    assert expected in lone_refusal(capsys, "simulate", str(small_plan), "--out", str(out), *options)
+def test_an_address_has_a_port(small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, options = tmp_path / "run", ["--ray-address", "10.0.0.1"]
+    line = lone_refusal(capsys, "simulate", str(small_plan), "--out", str(out), *options)
+    assert "expected HOST:PORT of a running Ray cluster" in line
     assert not out.exists()
+
+
+def test_missing_ray_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with raises(EngineError, "--ray-address", says="'cloister[ray]'"):
+        run_on_flower(ServerApp(), ClientApp, 3, "127.0.0.1:6379")
 
 
 @pytest.mark.parametrize("listening", [True, False])
@@ -396,7 +450,7 @@ def test_a_cluster_that_does_not_answer_is_refused_soon(
         if listening:
             silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        options = ["--engine", "flower", "--ray-address", address, "--out", str(tmp_path / "run")]
+        options = ["--ray-address", address, "--out", str(tmp_path / "run")]
         begun = time.monotonic()
         line = lone_refusal(capsys, "simulate", str(small_plan), *options)
         assert time.monotonic() - begun < 30  # Ray itself takes minutes

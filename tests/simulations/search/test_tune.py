@@ -309,7 +309,7 @@ def test_only_the_best_trial_of_a_private_search_is_left(
     assert sorted(path.name for path in out.iterdir()) == [".lock", "best", "drawn", "search.json"]
     answer = found(capsys, "tune", "--again", str(out))
     assert (answer["settings"], answer["loss"]) == (SETTINGS[winner], known[winner])
-    assert found(capsys, "tune", "--again", str(out), "--engine", "flower") == answer, "nothing is run"
+    assert found(capsys, "tune", "--again", str(out), "--ray-address", "x:1") == answer, "nothing is run"
     assert read_plan(out / "best").local.learning_rate == SETTINGS[winner]["local.learning_rate"]
     assert answer["epsilon"] == price()
     assert "trials" not in answer
@@ -847,8 +847,8 @@ def test_a_private_search_on_ray_is_refused(
 ) -> None:
     """Ray has a folder of its own for each trial."""
     search, out = write_search(tmp_path, f"{LAW}{RANGE}"), tmp_path / "out"
-    line = refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--engine", "flower")
-    assert "--engine is 'flower': expected local under a privacy unit" in line
+    line = refusal(capsys, "tune", str(private), str(search), "--out", str(out), "--ray-address", "x:1")
+    assert "--ray-address is 'x:1': expected no value under a privacy unit" in line
     assert not out.exists()
 
 
