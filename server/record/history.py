@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.aggregation.secure.keys import PROTOCOL
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.identity.roster import Roster
 from cloister.server.record import journal as steps
@@ -29,10 +28,7 @@ class RunHistory:
     asked: Mapping[str, frozenset[int]]
     """For each site the rounds in which an attempt began with it."""
     survivors: Mapping[int, frozenset[str]]
-    """For each round the sites whose sum was last opened, or that were last asked for shares; a run in clear of an
-    earlier version names none."""
-    secure_sum: str
-    """Version of the secure sum that the run was created with; empty in runs from before versions were journaled."""
+    """For each round the sites whose sum was last opened, or that were last asked for shares."""
     refusals: Mapping[str, tuple[str, ...]]
     """For each site its refusals, in words, each once."""
     left_out: Mapping[str, str]
@@ -94,11 +90,9 @@ def run_history(files: RunFiles) -> RunHistory:
         done=done,
         asked={site: frozenset(rounds) for site, rounds in asked.items()},
         survivors=survivors,
-        secure_sum=created.get("secure_sum", ""),
         left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
-        # A run of an earlier version does not say it.
-        simulated=created.get("simulated", files.federation.exists() or not files.deployment.exists()),
+        simulated=created["simulated"],
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
     )
@@ -133,8 +127,7 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
-            here = files.sites.path.is_dir()
-            facts = {"run": secrets.token_hex(16), "secure_sum": PROTOCOL, "simulated": here}
+            facts = {"run": secrets.token_hex(16), "simulated": files.sites.path.is_dir()}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)

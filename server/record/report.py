@@ -24,18 +24,15 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cloister.aggregation.secure.keys import PROTOCOL
 from cloister.privacy.accounting import claims
 from cloister.privacy.accounting.accountant import Accountant, Spent, spent
 from cloister.privacy.accounting.group import epsilons
@@ -64,9 +61,8 @@ from cloister.privacy.report.report import (
     SiteRow,
 )
 from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
-from cloister.protocol.identity.roster import load_roster
+from cloister.protocol.machine.prerequisites import releases
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import recorded
 from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, run_history
 
@@ -91,7 +87,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     Raises:
         RunFolderError: there is no run in the folder, the run has not begun, or a file is missing or damaged.
     """
-    files, plan = RunFiles(path), read_plan(path, recorded)
+    files, plan = RunFiles(path), read_plan(path)
     history = run_history(files)
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
     account = _account(files, history, terms)
@@ -101,8 +97,8 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         created=_moment(clock()),
         plan_digest=plan.digest(),
         plan=json.dumps(json.loads(plan.to_json()), indent=2, ensure_ascii=False),
-        roster_hash=_roster_hash(files, plan, history),
-        versions=_versions(),
+        roster_hash=history.roster_hash,
+        versions=releases(_PACKAGES),
         unit=plan.privacy.unit,
         unit_in_words=claims.unit(plan),
         relation=claims.relation(plan),
@@ -123,11 +119,10 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         trusted=claims.trusted(plan, simulated=history.simulated),
         not_covered=(
             *_missing_rounds(plan, history),
-            *_earlier_protocol(plan, history),
             *(claims.poisoned(plan) if history.simulated and not files.federation.exists() else ()),
             *claims.not_covered(plan),
         ),
-        secure=_secure(plan, history),
+        secure=_secure(plan),
         ledger=account.ledger,
         audit=_audit(files.audit),
         dataset=over_runs(plan, history, account.epsilon),
@@ -424,7 +419,7 @@ def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: s
     for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
         summed, sites = history.survivors.get(number, frozenset()), history.done[number]["sites"]
-        if len(summed) != sites:  # of an earlier version
+        if len(summed) != sites:
             return f"the journal names {len(summed)} of the {sites} sites in the sum of round {number}"
         if missing := sorted(summed - paid):
             return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
@@ -507,10 +502,8 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     rows = []
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
-        # A run in clear of an earlier version does not say whose updates are in a sum.
-        unnamed = asked.difference(history.survivors)
-        named = {number for number, sites in history.survivors.items() if name in sites}
-        summed = rounds = unnamed.union(named).intersection(history.summed)
+        named = frozenset(number for number, sites in history.survivors.items() if name in sites)
+        summed = rounds = named.intersection(history.summed)
         if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
@@ -534,34 +527,11 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     return tuple(rows)
 
 
-def _secure(plan: Plan, history: RunHistory) -> SecureSum | None:
+def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    ring_bits, groups = plan.aggregation.ring_bits, plan.aggregation.groups
-    if history.secure_sum != PROTOCOL:
-        return SecureSum(plan.cohort.size(), None, None, None, None, ring_bits)
-    found = plan.threshold()
+    ring_bits, groups, found = plan.aggregation.ring_bits, plan.aggregation.groups, plan.threshold()
     return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
-
-
-def _earlier_protocol(plan: Plan, history: RunHistory) -> tuple[str, ...]:
-    if not plan.aggregation.secure or history.secure_sum == PROTOCOL:
-        return ()
-    return (
-        (
-            "A coordinator that lies. The run was created with an earlier version of the secure sum, in which such a "
-            "coordinator could open single updates. What this page says about the secure sum holds for that run only "
-            "if the coordinator followed the protocol."
-        ),
-    )
-
-
-def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:
-    if history.roster_hash:
-        return history.roster_hash
-    if plan.aggregation.secure and files.sites.roster.exists():
-        return load_roster(files.sites.roster).hash.hex()
-    return None
 
 
 def _dimension(files: RunFiles) -> int:
@@ -591,17 +561,6 @@ def _audit(path: Path) -> AuditRow | None:
             expected=f"the result of an audit ({why})",
             fix="run the audit again, or remove the file",
         ) from error
-
-
-def _versions() -> dict[str, str]:
-    """The versions of the software that makes the report."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # an extra that is not installed
-    return found
 
 
 def _moment(seconds: float) -> str:

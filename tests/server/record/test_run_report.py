@@ -419,19 +419,13 @@ def test_a_site_whose_own_ledger_is_lost_carries_no_claim(
     assert "It has no ledger of its own" in row.notes
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["journaled", "earlier version"])
 def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resumed(
-    copy: Path, earlier: bool, capsys: pytest.CaptureFixture[str]
+    copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is no deployment, whose sites keep their ledgers elsewhere; new sites would begin at zero."""
     terms = terms_of(read_plan(copy), 1000)
     assert terms is not None
     journal = copy / "journal.sqlite"
-    if earlier:
-        edit(
-            journal,
-            "UPDATE entries SET detail = json_remove(detail, '$.simulated') WHERE step = 'created'",
-        )
     assert main(["report", str(copy)]) == 0
     assert "No privacy guarantee" not in capsys.readouterr().out
     shutil.rmtree(copy / "sites")
@@ -480,7 +474,6 @@ def test_the_charge_of_an_update_that_was_lost_stands_for_no_other_site(
 def test_a_journal_that_does_not_name_the_sites_of_a_sum_carries_no_claim(
     small_plan: Path, tmp_path: Path
 ) -> None:
-    """That of a run in clear before its journal named them."""
     folder = run(small_plan, tmp_path / "run", *RECORD, "aggregation.secure=false", "run.rounds=1")
     assert verdict(gather(folder)).holds
     edit(folder / "journal.sqlite", f"DELETE FROM entries WHERE step = 'train {OPENING}'")
@@ -525,43 +518,6 @@ def test_sites_that_lied_are_told(copy: Path) -> None:
     row = next(row for row in report.sites if row.name == "site-001")
     assert "Left out after it lied in the secure sum in round 2: it <lied>." in row.notes
     assert "<lied>" not in to_html(report)
-
-
-def test_a_run_of_an_earlier_secure_sum_is_reported_without_its_claims(site: Path, tmp_path: Path) -> None:
-    """Its ledger counts as before; a plan that is refused today is still read."""
-    old = tmp_path / "old"
-    shutil.copytree(site, old)
-    before = gather(old)
-    assert before.secure is not None
-    assert before.secure.colluders == 1
-    assert not any("earlier version of the secure sum" in item for item in before.not_covered)
-    edit(
-        old / "journal.sqlite",
-        "UPDATE entries SET detail = json_remove(detail, '$.secure_sum') WHERE step = 'created'",
-    )
-    report = gather(old)
-    assert (report.epsilon, report.rounds, report.ledger) == (before.epsilon, before.rounds, before.ledger)
-    assert verdict(report).holds
-    assert report.secure is not None
-    assert report.secure.colluders is None
-    assert any("such a coordinator could open single updates" in item for item in report.not_covered)
-    page = to_html(report)
-    assert "Nothing is claimed\nagainst one that lies." in page
-    assert "threshold (t)" not in page
-
-
-def test_a_run_whose_plan_is_refused_today_is_reported(copy: Path) -> None:
-    path = RunFiles(copy).plan_file
-    plan = json.loads(path.read_bytes())
-    plan["aggregation"]["colluders"] = 0.9
-    path.write_text(json.dumps(plan))
-    with raises(RunFolderError, "plan.json", says="aggregation.colluders"):
-        read_plan(copy)
-    edit(
-        copy / "journal.sqlite",
-        "UPDATE entries SET detail = json_remove(detail, '$.secure_sum') WHERE step = 'created'",
-    )
-    assert gather(copy).epsilon is not None
 
 
 def test_an_audit_is_in_the_report_and_can_refute_it(copy: Path) -> None:
