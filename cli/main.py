@@ -9,13 +9,14 @@
 | 4 | `site check`: the mesh suits the plan, but its devices are absent |
 | 130 | interrupted by SIGINT or SIGTERM |
 
-`--help` imports every verb for its help line, so a verb's module imports only light modules at its top, and the others
-inside `run`.
+Only the module of the verb that is given is imported. It imports at its top nothing that takes seconds (torch,
+transformers, Flower, gRPC), but inside its functions.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import io
 import logging
@@ -24,9 +25,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from importlib.resources import files
 
-from cloister.cli.options.shared_options import said
+from cloister.cli.options.shared_options import Parser, said
 from cloister.protocol.errors import CloisterError
 
 VERBS = [
@@ -49,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             stream.reconfigure(errors="replace")  # a character that the terminal cannot encode ends no run
-    arguments, unknown = command_parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    verb = next((word for word in words if not word.startswith("-")), "")
+    parser = command_parser([verb]) if verb in VERBS else command_parser(options=False)
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -79,30 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"{what}; --traceback before the verb shows which call failed", arguments)
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; its arguments hold the module of the verb as `verb`."""
-    parser = _Parser(
+def command_parser(names: Sequence[str] = VERBS, *, options: bool = True) -> argparse.ArgumentParser:
+    """The parser of the whole command line, or of some of its verbs; its arguments have the verb's function, `act`.
+
+    Args:
+        names: The verbs.
+        options: Import each verb's module for its options; otherwise only its help line is read.
+    """
+    parser = Parser(
         prog="cloister", description="Train language models across sites that may not share their data."
     )
-    parser.add_argument("--traceback", action="store_true", help="on an error, show the Python traceback")
+    parser.flag("--traceback", "on an error, show the Python traceback")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for name in VERBS:
-        verb = import_module(f"cloister.cli.verbs.{name}")
-        of_verb = verbs.add_parser(name, **said(verb))
-        of_verb.set_defaults(act=getattr(verb, "run", None))
-        verb.options(of_verb)
+    for name in names:
+        if options:
+            verb = import_module(f"cloister.cli.verbs.{name}")
+            of_verb = verbs.add_parser(name, **said(verb.__doc__))
+            of_verb.set_defaults(act=getattr(verb, "run", None))
+            verb.options(of_verb)
+        else:
+            source = files("cloister.cli.verbs").joinpath(f"{name}.py").read_text("utf-8")
+            verbs.add_parser(name, **said(ast.get_docstring(ast.parse(source))))
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage as one line, and names itself in the arguments: the parser of the innermost action wins."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.set_defaults(parser=self)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"cloister: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def _refuse(line: str, arguments: argparse.Namespace) -> int:

@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
-from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.sums import BYTES, CORRECT, Sums, confusion_counters
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
@@ -67,7 +66,6 @@ from cloister.protocol.messages.messages import (
     Instructions,
     Join,
     Joined,
-    Masked,
     Purpose,
     Refused,
     Reply,
@@ -245,14 +243,10 @@ class Site:
             seconds = made.seconds
             return made.pieces
 
-        def mask(site: SecureSite, pieces: list[Piece]) -> Written:
-            if purpose == EVALUATE:
-                return masking(digest)(site, pieces)
-            path = self._kept.update_path(told.sum)
-            size, threads = sums.training.size, plan.local.threads
-            return loaded.work.mask(site, pieces, path, size=size, instructions=digest, threads=threads)
-
-        statement: Masked | None = None
+        mask, statement = masking(digest), None
+        if purpose == TRAIN:
+            path, size = self._kept.update_path(told.sum), sums.training.size
+            mask = loaded.work.masking(path, size, digest, plan.local.threads)
         if plan.aggregation.secure:
             if request.inbox is None:
                 raise UpdateError(

@@ -1,43 +1,80 @@
 """The options that several verbs share, what they say of themselves, and the plan that the plan options choose.
 
-Imported for `--help`: nothing heavy at the top.
+Imported for `cloister --help`: nothing heavy at the top.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from cloister.protocol.errors import CloisterError, PlanError
 
 if TYPE_CHECKING:
-    from cloister.protocol.errors import CloisterError
     from cloister.protocol.plan.plan import Plan
 
-    Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+Actions: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 _DEFAULT = "private-code"
 """The shipped plan of a command without one."""
 
 
-def said(subject: object) -> dict[str, Any]:
-    """The help and the description of a verb (its module) or an action (its function): the docstring's first line, and
-    what follows it up to a section such as `Raises:`."""
-    first, _, rest = (inspect.getdoc(subject) or "").partition("\n\n")
+class Parser(argparse.ArgumentParser):
+    """Reports wrong usage as one line, and names itself in the arguments: the parser of the innermost action wins."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2."""
+        self.exit(2, f"cloister: {' '.join(message.split())}; see {self.prog} --help\n")
+
+    def value(
+        self, name: str, told: str, default: object = None, *, several: bool = False, **more: Any
+    ) -> None:
+        """Add an argument with a value.
+
+        Args:
+            name: Its names and what stands for its value in `--help`, such as `-n --lines N` or `plan PLAN`.
+            told: The help, which gets the default where it does not say it.
+            default: The default; the value is of its class.
+            several: Whether it may be given several times.
+            more: More of what argparse takes; `to`, the group of options that has it.
+        """
+        *names, metavar = name.split() if " " in name else (name, None)
+        if several:
+            more |= {"action": "append", "default": []}
+        elif default is not None:
+            shown = f"{default:g}" if isinstance(default, float) else default
+            told = told if default == "" or "(default: " in told else f"{told} (default: {shown})"
+            more |= {"default": default, "type": type(default)}
+        more.pop("to", self).add_argument(*names, metavar=metavar, help=told, **more)
+
+    def flag(self, name: str, told: str, to: argparse._ActionsContainer | None = None) -> None:
+        """Add an option without a value; as `value`."""
+        (to or self).add_argument(*name.split(), action="store_true", help=told)
+
+
+def said(docstring: str | None) -> dict[str, Any]:
+    """The help and the description of a verb or an action, from the docstring of its module or function: the first
+    line, and what follows it up to a section such as `Raises:`."""
+    first, _, rest = inspect.cleandoc(docstring or "").partition("\n\n")
     line = first.rpartition("`: ")[2].rstrip(".")
     described = re.split(r"^(?:Args|Returns|Raises):", rest, flags=re.MULTILINE)[0]
     return {"help": line[:1].lower() + line[1:], "description": " ".join(described.split())}
 
 
-def add_action(actions: Actions, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def add_action(actions: Actions, act: Callable[[argparse.Namespace], int]) -> Parser:
     """The parser of an action, which has the name of its function."""
-    parser: argparse.ArgumentParser = actions.add_parser(act.__name__.removeprefix("_"), **said(act))
+    parser: Parser = actions.add_parser(act.__name__.removeprefix("_"), **said(act.__doc__))
     parser.set_defaults(act=act)
     return parser
 
@@ -48,72 +85,70 @@ def tell(arguments: argparse.Namespace, facts: Mapping[str, object], *lines: str
     return 0
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_federation(parser: Parser, told: str = "the folder of the federation") -> None:
+    """FEDERATION: the coordinator's folder of a federation."""
+    parser.value("federation FEDERATION", told)
+
+
+def add_run(parser: Parser) -> None:
     """RUN: the folder of a run."""
-    parser.add_argument("run", metavar="RUN", help="the run folder")
+    parser.value("run RUN", "the run folder")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: Parser) -> None:
     """--json: output for programs."""
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.flag("--json", "print one line of JSON")
 
 
-def add_log_format(parser: argparse.ArgumentParser) -> None:
+def add_log_format(parser: Parser) -> None:
     """--log-format: how a process that stays logs."""
-    parser.add_argument(
+    parser.value(
         "--log-format",
+        "log lines of text, or one JSON object a line, with run, round, attempt and site where they are known",
+        "text",
         choices=("text", "json"),
-        default="text",
-        help="log lines of text, or one JSON object a line, with run, round, attempt and site where they are known "
-        "(default: text)",
     )
 
 
-def add_metrics(parser: argparse.ArgumentParser) -> None:
+def add_metrics(parser: Parser) -> None:
     """--metrics and --metrics-on-network: where a coordinator serves metrics."""
-    parser.add_argument(
-        "--metrics",
-        default="",
-        metavar="HOST:PORT",
-        help="serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
+    parser.value(
+        "--metrics HOST:PORT",
+        "serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
+        "",
     )
-    parser.add_argument(
+    parser.flag(
         "--metrics-on-network",
-        action="store_true",
-        help="accept another address than one of loopback; metrics are not encrypted, and name the sites",
+        "accept another address than one of loopback; metrics are not encrypted, and name the sites",
     )
 
 
-def add_per_site(parser: argparse.ArgumentParser) -> None:
+def add_per_site(parser: Parser) -> None:
     """--per-site: what the sites' own records say of the run."""
-    parser.add_argument(
+    parser.flag(
         "--per-site",
-        action="store_true",
-        help="when the run is finished, evaluate the initial and the final model on each site's own held-out records "
+        "when the run is finished, evaluate the initial and the final model on each site's own held-out records "
         "(simulation.per_site); not under a privacy unit",
     )
 
 
-def add_plan(parser: argparse.ArgumentParser, default: str = _DEFAULT) -> None:
+def add_plan(parser: Parser, default: str = _DEFAULT) -> None:
     """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
-    parser.add_argument(
-        "plan",
-        nargs="?",
-        metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
+    parser.value(
+        "plan PLAN",
+        "a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
         f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
+        nargs="?",
     )
-    parser.add_argument("--sites", type=int, metavar="N", help="sites in the federation (cohort.sites)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a field of the plan, such as local.steps=50; repeatable",
+    parser.value("--sites N", "sites in the federation (cohort.sites)", type=int)
+    parser.value(
+        "--set SECTION.KEY=VALUE",
+        "override a field of the plan, such as local.steps=50; repeatable",
+        several=True,
     )
 
 
-def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
+def add_deployed(parser: Parser, runs: str) -> None:
     """PLAN and the options of a deployed run, or --again alone.
 
     Args:
@@ -121,12 +156,10 @@ def add_deployed(parser: argparse.ArgumentParser, runs: str) -> None:
         runs: Where run folders are made, for the help text.
     """
     add_plan(parser)
-    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
-    parser.add_argument("--out", metavar="DIR", help=f"run folder, new or empty (default: {runs}/NAME)")
-    parser.add_argument(
-        "--again",
-        metavar="RUN",
-        help="instead of a new run: continue this one, which has failed or was stopped, as it began",
+    parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
+    parser.value("--out DIR", f"run folder, new or empty (default: {runs}/NAME)")
+    parser.value(
+        "--again RUN", "instead of a new run: continue this one, which has failed or was stopped, as it began"
     )
 
 
@@ -150,13 +183,12 @@ def check_again(arguments: argparse.Namespace, error: type[CloisterError]) -> No
 def folder_for(out: str | None, folder: Path, name: str) -> Path:
     """The folder that `--out` names, or a path in `folder` that nothing has: `name`, or `name-2` and so on, and then a
     line tells why."""
-    first = Path(out) if out else folder / name
-    if out or not first.exists():
-        return first
-    paths = (folder / f"{name}-{number}" for number in itertools.count(2))
-    path = next(path for path in paths if not path.exists())
-    from cloister.server.record.folder import RunFiles
+    from cloister.server.record.folder import RunFiles, free_path
 
+    first = folder / name
+    path = Path(out) if out else free_path(folder, name)
+    if out or path == first:
+        return path
     earlier = f"the earlier one goes on with: {RunFiles(first).resume_command()}"
     print(f"{first} exists, so this run goes to {path}; {earlier}", file=sys.stderr)
     return path
@@ -175,7 +207,6 @@ def chosen_plan(
     Raises:
         PlanError: the plan is missing or unsound.
     """
-    from cloister.protocol.errors import PlanError
     from cloister.protocol.plan.soundness import load, parse
 
     options = {**(fields or {}), "cohort.sites": arguments.sites}
@@ -206,14 +237,11 @@ def shipped_plans() -> dict[str, str]:
     }
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: Parser) -> None:
     """--workers and --ray-address: what runs the sites and carries the messages."""
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="worker processes (default: what the machine or cluster has)"
-    )
-    parser.add_argument(
-        "--ray-address",
-        metavar="HOST:PORT",
-        help="a running Ray cluster, whose nodes share the run folder, for Flower's simulation runtime "
+    parser.value("--workers N", "worker processes (default: what the machine or cluster has)", type=int)
+    parser.value(
+        "--ray-address HOST:PORT",
+        "a running Ray cluster, whose nodes share the run folder, for Flower's simulation runtime "
         "(default: worker processes of this machine)",
     )

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from cloister.protocol.errors import RosterError
-
-if TYPE_CHECKING:
-    from cloister.protocol.identity.federation import Change, Federation
+from cloister.protocol.identity.federation import Change, Federation
+from cloister.protocol.identity.fingerprint import given, same, shown
 
 FIX = "do not go on: one of you has another file; tell the other side, and get the file again over another channel"
 
 
 def fingerprint_line(fingerprint: bytes) -> str:
     """A fingerprint as a person reads it aloud."""
-    from cloister.protocol.identity.fingerprint import shown
 
     return f"fingerprint  {shown(fingerprint)}"
 
@@ -41,7 +38,6 @@ def asked(who: str) -> bytes:
     Raises:
         RosterError: there is no terminal, or it is no fingerprint.
     """
-    from cloister.protocol.identity.fingerprint import given
 
     if not sys.stdin.isatty():
         raise RosterError(
@@ -66,7 +62,6 @@ def check(given: bytes, actual: bytes, what: str, fix: str = FIX) -> None:
     Raises:
         RosterError: it is not.
     """
-    from cloister.protocol.identity.fingerprint import same, shown
 
     if not same(given, actual):
         raise RosterError(

@@ -25,6 +25,10 @@ from cloister.server.record import progress
 _SHOWN_ROUNDS = 10
 _SHOWN_FAILURES = 3
 _SETS_STATUS = progress.Step, progress.Preparing, progress.Started, progress.RoundStarted, progress.Finished
+_FAILURES = (
+    *(progress.NotJoined, progress.SiteFailed, progress.AttemptFailed, progress.RoundAbandoned),
+    *(progress.NotEvaluated, progress.BudgetSpent, progress.Refusing),
+)
 _DOING = {"train": "training", "evaluate": "evaluating"}
 
 
@@ -211,6 +215,8 @@ class LiveDisplay(LineDisplay):
     def event(self, event: progress.Event) -> None:
         """Update the screen."""
         with self._lock:
+            if isinstance(event, _FAILURES):
+                self._failures.append(describe(event))
             if isinstance(event, _SETS_STATUS):
                 self._step = event if isinstance(event, progress.Step) else None
             match event:
@@ -235,16 +241,6 @@ class LiveDisplay(LineDisplay):
                         self._cohort, self._updates, self._answered = cohort, updates, []
                 case progress.SiteAnswered():
                     self._answered.append(event.site)
-                case (
-                    progress.NotJoined()
-                    | progress.SiteFailed()
-                    | progress.AttemptFailed()
-                    | progress.RoundAbandoned()
-                    | progress.NotEvaluated()
-                    | progress.BudgetSpent()
-                    | progress.Refusing()
-                ):
-                    self._failures.append(describe(event))
                 case progress.Step(what, done, of):
                     self._status = f"{done} of {of} {what}"
                 case progress.RoundDone():

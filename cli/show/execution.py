@@ -14,13 +14,14 @@ from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import Absent, display_for
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import reached
 from cloister.server.record.journal import DONE
+from cloister.server.record.progress import Event
 from cloister.simulations.engines import fork_server
 from cloister.simulations.engines.process import collect_rarely
 
 if TYPE_CHECKING:
     from cloister.server.record.outcome import Outcome
-    from cloister.server.record.progress import Event
 
 
 def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> int:
@@ -84,7 +85,6 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
 def _begun(folder: RunFolder) -> bool:
     """Whether the folder holds results; a journal that cannot be read may list some."""
-    from cloister.server.record.history import reached
 
     try:
         return reached(folder, DONE)

@@ -21,7 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_json, add_run
+from rich.console import Console
+from rich.progress import Progress
+
+from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.cli.show.console import PipedConsole
+from cloister.privacy.report.figures import at_least, at_most, scientific
+from cloister.server.record.folder import RunFolder
 
 if TYPE_CHECKING:
     from cloister.privacy.audit.fit import Check
@@ -32,35 +38,21 @@ ALARM = 3
 """Exit code of an audit that refutes the claim."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, size and confidence of the attack."""
     add_run(parser)
-    parser.add_argument(
-        "--canaries",
+    parser.value(
+        "--canaries M",
+        "canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
         type=int,
-        metavar="M",
-        help="canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
     )
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        default=0.95,
-        metavar="P",
-        help="confidence of the printed bound, not of an alarm (default: 0.95)",
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="local steps to attack, at most (default: all of the run)"
-    )
+    parser.value("--confidence P", "confidence of the printed bound, not of an alarm", 0.95)
+    parser.value("--steps N", "local steps to attack, at most (default: all of the run)", type=int)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit a run and print both epsilons; returns 3 if the claim is refuted."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from cloister.privacy.report.figures import at_least, at_most
-    from cloister.server.record.folder import RunFolder
 
     with RunFolder.reopen(Path(arguments.run)) as folder:
         from cloister.simulations.audit.audit import (
@@ -97,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: Audited) -> None:
-    from cloister.cli.show.console import PipedConsole
-    from cloister.privacy.report.figures import at_least, at_most, scientific
 
     row = found.row
     claims = f"{at_most(found.claimed)} for what was played, {at_most(found.claimed_run)} for the run"

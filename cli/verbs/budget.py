@@ -10,79 +10,57 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from typing import TYPE_CHECKING
+from functools import partial
 
-from cloister.cli.options.shared_options import add_json
+from cloister.cli.options.mechanism import Mechanism
+from cloister.cli.options.shared_options import Parser, add_json
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.privacy.accounting.accountant import Spent, calibrate
+from cloister.privacy.mechanism.events import relation
+from cloister.privacy.report.figures import at_most
+from cloister.privacy.report.report import meaning
 from cloister.protocol.errors import CloisterError
-
-if TYPE_CHECKING:
-    from cloister.cli.options.mechanism import Mechanism
-    from cloister.cli.show.console import PipedConsole
-    from cloister.privacy.accounting.accountant import Spent
-
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _LENGTHS = (10, 30, 100, 300)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Unit, noise or epsilon, length, and the mechanism of each unit."""
-    parser.add_argument(
-        "--unit", choices=("record", "owner", "site"), required=True, help="what is protected"
-    )
-    _number(parser, "--noise-multiplier", float, "Z", "noise in units of the clipping norm")
-    _number(parser, "--target-epsilon", float, "E", "epsilon of the whole run, to find its noise")
-    _number(parser, "--delta", float, "D", "delta of the guarantee (default: 1e-5)", 1e-5)
-    _number(parser, "--rounds", int, "R", "rounds of the run")
-    _number(
-        parser,
-        "--group",
-        int,
-        "K",
+    parser.value("--unit", "what is protected", choices=("record", "owner", "site"), required=True)
+    parser.value("--noise-multiplier Z", "noise in units of the clipping norm", type=float)
+    parser.value("--target-epsilon E", "epsilon of the whole run, to find its noise", type=float)
+    parser.value("--delta D", "delta of the guarantee (default: 1e-5)", 1e-5)
+    parser.value("--rounds R", "rounds of the run", type=int)
+    parser.value(
+        "--group K",
         "also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
+        type=int,
     )
-    parser.add_argument(
-        "--accountant",
-        choices=("pld", "rdp"),
-        default="pld",
-        help="privacy loss distributions, or Renyi divergences (default: pld)",
+    parser.value(
+        "--accountant", "privacy loss distributions, or Renyi divergences", "pld", choices=("pld", "rdp")
     )
     add_json(parser)
-    _add_private_steps(parser.add_argument_group("unit record or owner"))
-    _add_site_noise(parser.add_argument_group("unit site"))
-
-
-def _number(
-    parser: argparse._ActionsContainer, name: str, kind: type, metavar: str, told: str, default: object = None
-) -> None:
-    parser.add_argument(name, type=kind, metavar=metavar, help=told, default=default)
-
-
-def _add_private_steps(steps: argparse._ArgumentGroup) -> None:
-    """The options of DP-SGD."""
-    _number(steps, "--sampling-rate", float, "Q", "probability that a unit is in a step")
-    _number(steps, "--batch-size", int, "B", "expected units in a step; with --examples")
-    _number(steps, "--examples", int, "N", "units of the smallest site; with --batch-size")
-    _number(steps, "--steps", int, "S", "steps of the whole run, instead of --rounds")
-    _number(steps, "--steps-per-round", int, "K", "steps of a round (default: 1)")
-
-
-def _add_site_noise(site: argparse._ArgumentGroup) -> None:
-    """The options of noise on whole updates."""
-    site.add_argument("--central", action="store_true", help="Gaussian noise, added by a trusted coordinator")
-    _number(
-        site,
-        "--separation",
-        int,
-        "B",
+    steps = partial(parser.value, to=parser.add_argument_group("unit record or owner"))
+    steps("--sampling-rate Q", "probability that a unit is in a step", type=float)
+    steps("--batch-size B", "expected units in a step; with --examples", type=int)
+    steps("--examples N", "units of the smallest site; with --batch-size", type=int)
+    steps("--steps S", "steps of the whole run, instead of --rounds", type=int)
+    steps("--steps-per-round K", "steps of a round (default: 1)", type=int)
+    group = parser.add_argument_group("unit site")
+    site = partial(parser.value, to=group)
+    parser.flag("--central", "Gaussian noise, added by a trusted coordinator", group)
+    site(
+        "--separation B",
         "correlate the noise of --central; least rounds from one round with a site to its next",
+        type=int,
     )
-    _number(site, "--participations", int, "K", "most rounds with one site; with --separation")
-    _number(site, "--sites", int, "N", "sites in a round (default: 8)")
-    _number(site, "--quorum", float, "F", "fraction of the sites in the smallest sum (default: 0.75)")
-    _number(site, "--colluders", float, "F", "fraction of the sites that add no noise (default: 0.1)")
-    _number(site, "--clip", float, "C", "clipping norm of an update (default: 1)")
-    _number(site, "--dimension", int, "P", "parameters of an update (default: 1000000)")
+    site("--participations K", "most rounds with one site; with --separation", type=int)
+    site("--sites N", "sites in a round (default: 8)", type=int)
+    site("--quorum F", "fraction of the sites in the smallest sum (default: 0.75)", type=float)
+    site("--colluders F", "fraction of the sites that add no noise (default: 0.1)", type=float)
+    site("--clip C", "clipping norm of an update (default: 1)", type=float)
+    site("--dimension P", "parameters of an update (default: 1000000)", type=int)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError(
             "--group", arguments.group, expected="2 or more, and only with --noise-multiplier"
         )
-    from cloister.cli.options.mechanism import Mechanism
 
     mechanism = Mechanism.of(arguments)
     length = _length(arguments)
@@ -106,8 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError(wanted, expected="the length of the run")
     noise = arguments.noise_multiplier
     if noise is None:
-        from cloister.privacy.accounting.accountant import calibrate
-
         noise = calibrate(
             arguments.target_epsilon,
             mechanism.delta,
@@ -164,10 +139,6 @@ def _print_cost(
     cost: Spent,
     together: Spent | None,
 ) -> None:
-    from cloister.cli.show.console import PipedConsole
-    from cloister.privacy.mechanism.events import relation
-    from cloister.privacy.report.figures import at_most
-    from cloister.privacy.report.report import meaning
 
     console = PipedConsole()
     if arguments.target_epsilon is not None:
@@ -195,9 +166,6 @@ def _print_table(
     lengths: tuple[int, ...],
     costs: dict[tuple[int, float], Spent],
 ) -> None:
-    from cloister.cli.show.console import PipedConsole, columns
-    from cloister.privacy.mechanism.events import relation
-    from cloister.privacy.report.figures import at_most
 
     console = PipedConsole()
     counted = mechanism.counted

@@ -10,64 +10,64 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cloister.cli.options.shared_options import add_json, add_run
-from cloister.cli.verbs.export import check_new
+from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.cli.verbs.plan import size
 from cloister.cli.verbs.tokenizer import check_public
+from cloister.lm.tasks.figures import FIGURES
 from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
+from cloister.protocol.machine.prerequisites import check_extra
+from cloister.protocol.machine.storage import check_empty, write_folder
+from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan
+from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.history import run_history
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
     from cloister.lm.text.data import Sequences
-    from cloister.protocol.plan.plan import DataSection, Plan
-    from cloister.server.record.folder import RunFiles
 
     Text: TypeAlias = tuple[str, str, DataSection]
     """Source, split, and what the records are."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, method, public text, target folder."""
     add_run(parser)
     method = parser.add_mutually_exclusive_group(required=True)
-    method.add_argument(
-        "--prune", type=float, metavar="SHARE", help="set this share of the weights of linear layers to zero"
+    parser.value(
+        "--prune SHARE", "set this share of the weights of linear layers to zero", type=float, to=method
     )
-    method.add_argument("--int8", action="store_true", help="store the weights in 8 bits (extra: compress)")
-    method.add_argument(
-        "--distil",
-        metavar="CONFIG",
-        help="train a smaller model to give the same distributions; CONFIG: JSON with the fields of the configuration "
+    parser.flag("--int8", "store the weights in 8 bits (extra: compress)", to=method)
+    parser.value(
+        "--distil CONFIG",
+        "train a smaller model to give the same distributions; CONFIG: JSON with the fields of the configuration "
         "that it changes, such as num_hidden_layers",
+        to=method,
     )
-    parser.add_argument(
-        "--text",
-        metavar="SOURCE",
-        help="public text: a file, a folder, a hub name or builtin:python-docs (default: the public records that the "
+    parser.value(
+        "--text SOURCE",
+        "public text: a file, a folder, a hub name or builtin:python-docs (default: the public records that the "
         "run evaluated, and with --distil the plan's public.source to learn from)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of --distil (default: 200)")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder to write, new or empty (default: compressed in RUN)"
-    )
+    parser.value("--steps N", "steps of --distil (default: 200)", type=int)
+    parser.value("--out DIR", "folder to write, new or empty (default: compressed in RUN)")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the copy, and print the table."""
     _check_options(arguments)
-    from tempfile import TemporaryDirectory
-
-    from cloister.protocol.plan.soundness import recorded
-    from cloister.server.record.folder import RunFiles, read_plan
 
     source = Path(arguments.run)
-    plan, files = read_plan(source, recorded), RunFiles(source)
+    plan, files = read_plan(source), RunFiles(source)
     target = files.compressed if arguments.out is None else Path(arguments.out)
-    check_new(target, "--out")
+    check_empty(target, "--out", CloisterError)
     if plan.data.task == "classify":
         raise CloisterError(
             "data.task",
@@ -81,8 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     from cloister.lm.model.model import load_saved
     from cloister.lm.output import compress
     from cloister.lm.output.export import write_model
-    from cloister.protocol.machine.prerequisites import check_extra
-    from cloister.protocol.machine.storage import write_folder
     from cloister.server.record.outcome import outcome
 
     if arguments.int8:
@@ -156,7 +154,6 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     Raises:
         DataError: it is.
     """
-    from cloister.server.record.history import run_history
 
     if plan.privacy.unit == "none" or not run_history(files).simulated:
         return
@@ -177,7 +174,6 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
 
 def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tuple[Text, Text | None]:
     """What losses are measured on, and what a student learns from."""
-    from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection
 
     plain = DataSection(sequence_length=plan.data.sequence_length, held_out=0.0)
     if arguments.text is not None:
@@ -204,16 +200,12 @@ def _say(step: int, steps: int) -> None:
 
 
 def _print(arguments: argparse.Namespace, target: Path, text: str, before: Measured, after: Measured) -> None:
-    from dataclasses import asdict
 
     if arguments.json:
         found = {"run": arguments.run, "folder": str(target), "text": text}
         facts = {name: asdict(each) for name, each in (("before", before), ("after", after))}
         print(json.dumps(found | {name: each | each.pop("figures") for name, each in facts.items()}))
         return
-    from cloister.cli.show.console import PipedConsole, columns
-    from cloister.cli.verbs.plan import size
-    from cloister.lm.tasks.figures import FIGURES
 
     table = columns("", "before", "after")
     both = (before, after)

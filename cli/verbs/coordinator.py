@@ -10,23 +10,44 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
+import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from cloister.cli.options.shared_options import add_action, add_json, add_log_format, add_metrics, tell
+from cloister.cli.options.shared_options import (
+    Actions,
+    Parser,
+    add_action,
+    add_federation,
+    add_json,
+    add_log_format,
+    add_metrics,
+    tell,
+)
 from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts
-from cloister.protocol.errors import EngineError, RosterError
-
-if TYPE_CHECKING:
-    from cloister.cli.options.shared_options import Actions
-    from cloister.protocol.identity.federation import Federation
-    from cloister.protocol.identity.request import Request
-    from cloister.protocol.plan.settings import Section
-    from cloister.server.federation.registry import Registry
+from cloister.cli.show.display import describe
+from cloister.cli.verbs.logs import FIELDS, log_to_stderr
+from cloister.protocol.errors import EngineError, RosterError, visible
+from cloister.protocol.identity import fingerprint
+from cloister.protocol.identity.document import read_document
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.request import Request
+from cloister.protocol.identity.short_authentication import given
+from cloister.protocol.plan.settings import Section, Settings
+from cloister.server.door.process import allow_files, prepare
+from cloister.server.federation.control import command
+from cloister.server.federation.registry import Registry, Renewal, Terms
+from cloister.server.record.events import to_json
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import identity, reached
+from cloister.server.record.journal import CREATED
+from cloister.server.record.progress import Event, RoundStarted
 
 S = TypeVar("S", bound="Section")
 
@@ -40,15 +61,9 @@ _NEXT = (
     "  1. Tell every site the fingerprint by telephone; a site that waits at the door asks for it now.",
     "  2. Every other site: cloister site install, which asks the coordinator for it; or with the file, sent by mail.",
 )
-_OPTIONS = {"door": "address", "certificate_names": "certificate-name"}
-"""The options of fields that have other names."""
 
 
-def _option(field: str) -> str:
-    return f"--{_OPTIONS.get(field, field.replace('_', '-'))}"
-
-
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The actions `create`, `approve`, `remove`, `revoke`, `renew`, `show`, `start` and `run`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_first(actions)
@@ -59,38 +74,24 @@ def options(parser: argparse.ArgumentParser) -> None:
 def _add_first(actions: Actions) -> None:
     """The actions `create` and `approve`, which make a federation and its next version with more sites."""
     create = add_action(actions, _create)
-    create.add_argument(
-        "federation", metavar="FEDERATION", help="the folder of the federation, which it makes"
-    )
-    create.add_argument("--name", required=True, help="name of the federation")
-    create.add_argument(
-        "--address",
-        dest="door",
-        required=True,
-        metavar="HOST:PORT",
-        help="where sites reach the coordinator",
-    )
+    add_federation(create, "the folder of the federation, which it makes")
+    create.value("--name", "name of the federation", required=True)
+    create.value("--address HOST:PORT", "where sites reach the coordinator", dest="door", required=True)
     _add_certificate(create)
-    create.add_argument(
-        "--authority-days",
-        type=int,
-        metavar="N",
-        help="days for which the certificate authority is valid (default: 3650)",
+    create.value(
+        "--authority-days N", "days for which the certificate authority is valid (default: 3650)", type=int
     )
     approve = add_action(actions, _approve)
-    approve.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-    approve.add_argument(
-        "requests",
+    add_federation(approve)
+    approve.value(
+        "requests REQUEST",
+        "a request file that a site has sent (default: the sites that wait at the door)",
         nargs="*",
-        metavar="REQUEST",
-        help="a request file that a site has sent (default: the sites that wait at the door)",
     )
-    approve.add_argument(
-        "--code",
-        action="append",
-        default=[],
-        metavar="NAME=CODE",
-        help="the code that a waiting site told you; repeatable (default: ask for each)",
+    approve.value(
+        "--code NAME=CODE",
+        "the code that a waiting site told you; repeatable (default: ask for each)",
+        several=True,
     )
     _add_fingerprint(approve)
     for action in (create, approve):
@@ -101,43 +102,35 @@ def _add_changes(actions: Actions) -> None:
     """The actions that change or print a federation that is there."""
     remove = add_action(actions, _remove)
     revoke = add_action(actions, _revoke)
-    revoke.add_argument("--request", metavar="REQUEST", help="the site's new request (default: it leaves)")
+    revoke.value("--request REQUEST", "the site's new request (default: it leaves)")
     _add_fingerprint(revoke)
     renew = add_action(actions, _renew)
-    renew.add_argument(
-        "--address",
-        dest="door",
-        metavar="HOST:PORT",
-        help="another address, where sites reach the coordinator",
-    )
+    renew.value("--address HOST:PORT", "another address, where sites reach the coordinator", dest="door")
     _add_certificate(renew)
     show = add_action(actions, _show)
-    show.add_argument("--version", type=int, metavar="N", help="an earlier version (default: the newest)")
+    show.value("--version N", "an earlier version (default: the newest)", type=int)
     for action in (remove, revoke):
-        action.add_argument("site", metavar="SITE", help="name of the site")
+        action.value("site SITE", "name of the site")
     for action in (remove, revoke, renew, show):
-        action.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+        add_federation(action)
         add_json(action)
 
 
 def _add_processes(actions: Actions) -> None:
     """The actions `start` and `run`: the coordinator's process, and that of one run."""
     start = add_action(actions, _start)
-    start.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-    start.add_argument(
-        "--bind",
-        default="",
-        metavar="HOST:PORT",
-        help="where it listens (default: all interfaces, the port of the federation's address)",
+    add_federation(start)
+    start.value(
+        "--bind HOST:PORT",
+        "where it listens (default: all interfaces, the port of the federation's address)",
+        "",
     )
     add_metrics(start)
     add_log_format(start)
     one = add_action(actions, _run)
-    one.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-    one.add_argument("run", metavar="RUN", help="the run folder")
-    one.add_argument(
-        "--door", required=True, type=int, metavar="FD", help="the inherited socket to the process of `start`"
-    )
+    add_federation(one)
+    one.value("run RUN", "the run folder")
+    one.value("--door FD", "the inherited socket to the process of `start`", required=True, type=int)
     add_log_format(one)
 
 
@@ -148,12 +141,8 @@ def _start(arguments: argparse.Namespace) -> int:
     runs that are submitted, one after the other, each in a process of its own. A run that was interrupted goes on at
     the next start.
     """
-    import logging
-
-    from cloister.cli.verbs.logs import log_to_stderr
 
     log_to_stderr(arguments.log_format, {})
-    from cloister.server.door.process import prepare
 
     prepare()
     from cloister.server.federation.coordinator import Coordinator
@@ -179,24 +168,11 @@ def _run(arguments: argparse.Namespace) -> int:
     Run one run, and print its events as lines of JSON. `start` starts this process with the right options; it is here
     so that what it prints can be typed.
     """
-    import logging
-    import socket
-    import threading
-
-    from cloister.cli.show.display import describe
-    from cloister.cli.verbs.logs import FIELDS, log_to_stderr
 
     known: dict[str, object] = {}
     log_to_stderr(arguments.log_format, known)
     log = logging.getLogger("cloister")
-    from cloister.server.door.process import allow_files
     from cloister.server.federation.deployed import by_door, coordinate
-    from cloister.server.federation.registry import Registry
-    from cloister.server.record.events import to_json
-    from cloister.server.record.folder import RunFolder
-    from cloister.server.record.history import identity, reached
-    from cloister.server.record.journal import CREATED
-    from cloister.server.record.progress import Event, RoundStarted
 
     allow_files()  # each upload that waits to be summed is an open file
     one_at_a_time = threading.Lock()
@@ -219,29 +195,25 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_fingerprint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--fingerprint",
-        action="append",
-        default=[],
-        metavar="HEX",
-        help="the fingerprint that a site told you of its request; repeatable (default: ask for each)",
+def _add_fingerprint(parser: Parser) -> None:
+    parser.value(
+        "--fingerprint HEX",
+        "the fingerprint that a site told you of its request; repeatable (default: ask for each)",
+        several=True,
     )
 
 
-def _add_certificate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--certificate-name",
+def _add_certificate(parser: Parser) -> None:
+    parser.value(
+        "--certificate-name HOST",
+        "a DNS name or IP address in the coordinator's certificate, besides the host of its address; repeatable",
         dest="certificate_names",
-        action="append",
-        metavar="HOST",
-        help="a DNS name or IP address in the coordinator's certificate, besides the host of its address; repeatable",
+        several=True,
     )
-    parser.add_argument(
-        "--certificate-days",
+    parser.value(
+        "--certificate-days N",
+        "days for which the coordinator's certificate is valid (default: 398)",
         type=int,
-        metavar="N",
-        help="days for which the coordinator's certificate is valid (default: 398)",
     )
 
 
@@ -251,7 +223,6 @@ def _create(arguments: argparse.Namespace) -> int:
     Make the folder of a federation, with a certificate authority and a certificate of the coordinator. Then start the
     coordinator, to which sites come with `cloister site join`, or approve the request files that they send.
     """
-    from cloister.server.federation.registry import Registry, Terms
 
     folder = Path(arguments.federation)
     terms = _given(arguments, Terms, "federation")
@@ -267,7 +238,6 @@ def _approve(arguments: argparse.Namespace) -> int:
     coordinator, and approve those whose code you were told by telephone. Compare the fingerprint of each request file
     with its site by telephone. A request that is not approved in this way is never accepted.
     """
-    from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     registry.check_certificates(datetime.datetime.now(datetime.UTC))
@@ -294,9 +264,6 @@ def _from_door(registry: Registry, arguments: argparse.Namespace) -> list[Reques
         RosterError: a code is another one than that of the request.
         EngineError: no coordinator runs.
     """
-    from cloister.protocol.identity.request import Request
-    from cloister.protocol.identity.short_authentication import given
-    from cloister.server.federation.control import command
 
     (found,) = command(registry.path, do="waiting")
     told = {name: given(code) for name, _, code in (each.partition("=") for each in arguments.code)}
@@ -315,7 +282,6 @@ def _from_door(registry: Registry, arguments: argparse.Namespace) -> list[Reques
 
 def _listed(found: Mapping[str, Any]) -> list[str]:
     """The requests that wait, in words."""
-    from cloister.protocol.errors import visible
 
     lines = []
     for each in found["waiting"]:
@@ -340,7 +306,6 @@ def _remove(arguments: argparse.Namespace) -> int:
 
     Make a version without a site that leaves, and disconnect it. Its key may come back.
     """
-    from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     following = registry.federation.removing(arguments.site)
@@ -354,7 +319,6 @@ def _revoke(arguments: argparse.Namespace) -> int:
     key of that request from then on, which the old key has not signed: be sure who sent it. Runs that have begun keep
     the old key in their roster: stop them if it was stolen.
     """
-    from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     request = _read_request(Path(arguments.request)) if arguments.request else None
@@ -369,7 +333,6 @@ def _renew(arguments: argparse.Namespace) -> int:
     Make the coordinator's certificate again, with the same key. A running coordinator shows it to each new connection.
     Another address makes a new version, which the sites install; a coordinator that runs takes it at its next start.
     """
-    from cloister.server.federation.registry import Registry, Renewal
 
     renewal = _given(arguments, Renewal, "renewal")
     registry = Registry.open(Path(arguments.federation))
@@ -388,7 +351,6 @@ def _show(arguments: argparse.Namespace) -> int:
     Print the sites, address, certificates and the fingerprint of a version. A site that missed some installs each one,
     in their order, with its own fingerprint.
     """
-    from cloister.server.federation.registry import Registry
 
     registry = Registry.open(Path(arguments.federation))
     if arguments.version is not None:
@@ -398,16 +360,13 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace, section: type[S], name: str) -> S:
     """A section of which options give the fields."""
-    from cloister.protocol.plan.settings import Settings
 
     given = {field: getattr(arguments, field) for field in section.model_fields}
-    text = json.dumps({field: value for field, value in given.items() if value is not None})
+    text = json.dumps({field: value for field, value in given.items() if value not in (None, [])})
     return Settings(section, name, RosterError).from_json(text)
 
 
 def _read_request(path: Path) -> Request:
-    from cloister.protocol.identity.document import read_document
-    from cloister.protocol.identity.request import Request
 
     return Request.from_toml(read_document(path, "request"), str(path))
 
@@ -418,8 +377,6 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
     Raises:
         RosterError: a fingerprint was not given, or another one was.
     """
-    from cloister.protocol.errors import visible
-    from cloister.protocol.identity import fingerprint
 
     told = [fingerprint.given(text) for text in arguments.fingerprint]
     for request in requests:
@@ -446,7 +403,6 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
 
 def _published(registry: Registry, following: Federation, arguments: argparse.Namespace) -> int:
     """Publish the next version; a coordinator that runs disconnects the sites that it no longer has."""
-    from cloister.server.federation.control import command
 
     published = registry.publish(following)
     with suppress(EngineError):  # none runs

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from cloister.cli.show.console import columns
 from cloister.cli.verbs.plan import size
 from cloister.clients.checks.memory_estimate import RankMemory, estimated_memory
 from cloister.clients.ranks.device_mesh import is_here, memory_of, mesh_for
 from cloister.lm.parallel.mesh import Mesh
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import MeshSection, Plan
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ABSENT = 4
 """Exit code where the mesh suits the plan, but its devices are absent."""
@@ -102,7 +101,6 @@ class Devices:
 
     def show(self, console: Console) -> None:
         """Print what the ranks will hold; ranks that hold equally much share a column."""
-        from cloister.cli.show.console import columns
 
         console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
         console.print(f"State folder: {size(self._on_disk())} on disk, besides the data", highlight=False)

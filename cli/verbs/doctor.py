@@ -11,42 +11,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_json, chosen_plan
+from rich.text import Text
+
+from cloister.cli.options.shared_options import Parser, add_json, chosen_plan
+from cloister.cli.show.console import PipedConsole
+from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import CloisterError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cloister.cli.show.console import PipedConsole
-    from cloister.protocol.machine.findings import Finding, Hop
-    from cloister.protocol.plan.plan import Plan
-
+from cloister.protocol.machine.findings import Finding, Hop, examine
+from cloister.server.federation.doctor import CoordinatorDoctor
 
 _FAILED = 1
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 _LONGEST_S = 600.0
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """PATH, --plan and --timeout."""
-    parser.add_argument(
-        "path", metavar="PATH", help="a site's TOML file, or the folder of a federation at its coordinator"
+    parser.value("path PATH", "a site's TOML file, or the folder of a federation at its coordinator")
+    parser.value(
+        "--plan PLAN",
+        "a TOML file, or the name of a shipped plan: check disk and devices for it (default: for a small run)",
     )
-    parser.add_argument(
-        "--plan",
-        metavar="PLAN",
-        help="a TOML file, or the name of a shipped plan: check disk and devices for it (default: for a small run)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="seconds of each wait for another machine (default: 10)",
-    )
+    parser.value("--timeout S", "seconds of each wait for another machine", 10.0)
     add_json(parser)
 
 
@@ -66,46 +55,41 @@ def run(arguments: argparse.Namespace) -> int:
     plan = (
         chosen_plan(argparse.Namespace(plan=arguments.plan, sites=None, set=[])) if arguments.plan else None
     )
-    return _check_coordinator(path, plan, arguments) if path.is_dir() else _check_site(path, plan, arguments)
-
-
-def _check_site(path: Path, plan: Plan | None, arguments: argparse.Namespace) -> int:
+    if path.is_dir():
+        hops = CoordinatorDoctor(path, arguments.timeout, plan).hops()
+        return _examine({"party": "coordinator", "folder": str(path)}, hops, arguments)
     from cloister.clients.checks.doctor import SiteDoctor
-    from cloister.clients.setup.config import read_config
 
     config = read_config(path)
     with SiteDoctor(path, config, arguments.timeout, plan) as doctor:
-        findings = _examined(f"site {config.name}", doctor.hops(), arguments)
-    return _concluded({"party": "site", "site": config.name}, findings, arguments)
+        return _examine({"party": "site", "site": config.name}, doctor.hops(), arguments)
 
 
-def _check_coordinator(path: Path, plan: Plan | None, arguments: argparse.Namespace) -> int:
-    from cloister.server.federation.doctor import CoordinatorDoctor
-
-    hops = CoordinatorDoctor(path, arguments.timeout, plan).hops()
-    findings = _examined(f"coordinator {path}", hops, arguments)
-    return _concluded({"party": "coordinator", "folder": str(path)}, findings, arguments)
-
-
-def _examined(party: str, hops: Sequence[Hop], arguments: argparse.Namespace) -> list[Finding]:
-    """Check the hops, and print what is found at each as soon as it is."""
-    from cloister.cli.show.console import PipedConsole
-    from cloister.protocol.machine.findings import examine
-
-    findings = []
-    console = PipedConsole()
-    if not arguments.json:
-        limit = sum(hop.limit_s for hop in hops)
-        console.say(f"{party}: {len(hops)} hops; it waits at most {limit:g} s for others")
+def _examine(facts: dict[str, object], hops: Sequence[Hop], arguments: argparse.Namespace) -> int:
+    """Check the hops, print what is found at each as soon as it is, and which failed first; returns the exit code."""
+    console, findings = PipedConsole(quiet=arguments.json), []
+    limit = sum(hop.limit_s for hop in hops)
+    console.say(
+        f"{' '.join(map(str, facts.values()))}: {len(hops)} hops; it waits at most {limit:g} s for others"
+    )
     for finding in examine(hops):
         findings.append(finding)
-        if not arguments.json:
-            _show(console, finding)
-    return findings
+        _show(console, finding)
+    first = next((finding for finding in findings if finding.state == "failed"), None)
+    if first is None:
+        skipped = sum(finding.state == "skipped" for finding in findings)
+        rest = f", but {skipped} were skipped" if skipped else ""
+        console.say(f"\nno hop of {len(findings)} failed{rest}")
+    else:
+        console.say(f"\nfirst failure: {first.hop}: {first.what}", "bold")
+        console.say(f"fix: {first.fix}")
+    if arguments.json:
+        found = {"ok": first is None, "first": first.hop if first else None}
+        print(json.dumps(facts | found | {"hops": [vars(finding) for finding in findings]}))
+    return _FAILED if first else 0
 
 
 def _show(console: PipedConsole, finding: Finding) -> None:
-    from rich.text import Text
 
     line = Text.assemble(
         (f"{finding.state:<7}", _STYLES[finding.state]), f"  {finding.hop:<17}  {finding.what}"
@@ -113,23 +97,3 @@ def _show(console: PipedConsole, finding: Finding) -> None:
     console.print(line, soft_wrap=True)
     if finding.fix:
         console.say(f"         fix: {finding.fix}")
-
-
-def _concluded(facts: dict[str, object], findings: list[Finding], arguments: argparse.Namespace) -> int:
-    """Say again which hop failed first; returns the exit code."""
-    from cloister.cli.show.console import PipedConsole
-
-    first = next((finding for finding in findings if finding.state == "failed"), None)
-    if arguments.json:
-        found = {"ok": first is None, "first": first.hop if first else None}
-        print(json.dumps(facts | found | {"hops": [vars(finding) for finding in findings]}))
-    else:
-        console = PipedConsole()
-        skipped = sum(finding.state == "skipped" for finding in findings)
-        if first is None:
-            rest = f", but {skipped} were skipped" if skipped else ""
-            console.say(f"\nno hop of {len(findings)} failed{rest}")
-        else:
-            console.say(f"\nfirst failure: {first.hop}: {first.what}", "bold")
-            console.say(f"fix: {first.fix}")
-    return _FAILED if first else 0

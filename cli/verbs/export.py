@@ -10,36 +10,32 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, add_run, tell
+from cloister.cli.options.shared_options import Parser, add_json, add_run, tell
+from cloister.lm.tasks.figures import FIGURES
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
+from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder
+from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.history import run_history
+from cloister.server.record.report import gather
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, target folder, merge."""
     add_run(parser)
-    parser.add_argument("folder", metavar="DIR", help="folder to write, new or empty")
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="add the adapter to its base, so that transformers alone loads the model",
-    )
+    parser.value("folder DIR", "folder to write, new or empty")
+    parser.flag("--merge", "add the adapter to its base, so that transformers alone loads the model")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder, and print what it may claim and where it is."""
-    from cloister.protocol.plan.soundness import recorded
-    from cloister.server.record.folder import RunFiles, read_plan
 
     source, target = Path(arguments.run), Path(arguments.folder)
-    plan, files = read_plan(source, recorded), RunFiles(source)
-    check_new(target, "DIR")
+    plan, files = read_plan(source), RunFiles(source)
+    check_empty(target, "DIR", CloisterError)
     from cloister.cli.show.card import claim, claim_facts, to_card
     from cloister.lm.output.export import Form, base_licence, write_model
-    from cloister.protocol.machine.storage import write_bytes, write_folder
-    from cloister.server.record.history import run_history
     from cloister.server.record.outcome import outcome
-    from cloister.server.record.report import gather
 
     report = gather(source)
     figures = outcome(files)  # refuses a run that is not finished
@@ -69,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         fix = f"move {files.final} away, and make it again: {files.resume_command()}"
         raise RunFolderError(str(files.final), expected=error.expected, fix=fix) from error
-    from cloister.lm.tasks.figures import FIGURES
 
     confusion = figures.confusion
     facts = claim_facts(report) | {
@@ -83,13 +78,3 @@ def run(arguments: argparse.Namespace) -> int:
     }
     made = f"model   {target} ({forms[0]})\ncard    {target / 'README.md'}"
     return tell(arguments, facts, claim(report).sentence, made)
-
-
-def check_new(folder: Path, name: str) -> None:
-    """Check that a folder does not exist, or is empty.
-
-    Raises:
-        CloisterError: it holds something, or is a file.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CloisterError(name, str(folder), expected="a new or empty folder")

@@ -11,8 +11,19 @@ import json
 import shlex
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_action, add_json, add_plan, chosen_plan, tell
+from cloister.cli.options.shared_options import (
+    Parser,
+    add_action,
+    add_federation,
+    add_json,
+    add_plan,
+    chosen_plan,
+    tell,
+)
 from cloister.protocol.errors import EngineError
+from cloister.protocol.machine.storage import check_empty, write_folder
+from cloister.server.federation.deployment import check_deployable
+from cloister.server.federation.registry import Registry
 
 _BUNDLE = """\
 [project]
@@ -33,26 +44,21 @@ clientapp = "cloister.clients.flower:app"
 """
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The action `bundle`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     bundle = add_action(actions, _bundle)
-    bundle.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
+    add_federation(bundle)
     add_plan(bundle)
-    bundle.add_argument(
-        "--out", required=True, metavar="FOLDER", help="the folder of the bundle, which is made"
+    bundle.value("--out FOLDER", "the folder of the bundle, which is made", required=True)
+    bundle.value(
+        "--federation-path PATH",
+        "where the folder of the federation is on the SuperLink's machine (default: where it is here)",
     )
-    bundle.add_argument(
-        "--federation-path",
-        metavar="PATH",
-        help="where the folder of the federation is on the SuperLink's machine (default: where it is here)",
-    )
-    bundle.add_argument(
-        "--wait",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for all sites before the run begins with those that the plan needs (default: 600)",
+    bundle.value(
+        "--wait SECONDS",
+        "how long to wait for all sites before the run begins with those that the plan needs",
+        600.0,
     )
     add_json(bundle)
 
@@ -63,10 +69,7 @@ def _bundle(arguments: argparse.Namespace) -> int:
     Write the app that runs a plan over the sites of a federation. `flwr run FOLDER` starts it on a SuperLink of Flower
     1.40 or later. Each site's SuperNode is started with the path of its site.toml.
     """
-    from cloister.protocol.machine.storage import write_folder
-    from cloister.server.federation.deployment import check_deployable
     from cloister.server.federation.flower import check_carried
-    from cloister.server.federation.registry import Registry, check_empty
 
     registry = Registry.open(Path(arguments.federation))
     if arguments.wait < 0:
@@ -75,7 +78,7 @@ def _bundle(arguments: argparse.Namespace) -> int:
     check_deployable(plan, registry.federation)
     check_carried(plan)
     out = Path(arguments.out)
-    check_empty(out)
+    check_empty(out, "--out", EngineError)
     there = arguments.federation_path or str(registry.path.absolute())
     values = {"federation": there, "plan": plan.to_json(), "run": "", "wait": arguments.wait}
     config = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())

@@ -8,28 +8,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_run
+from cloister.cli.options.shared_options import Parser, add_run
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
+from cloister.server.record.folder import RunFiles, read_plan
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, prompt, sampling."""
     add_run(parser)
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        metavar="TEXT",
-        help="text to continue; of a model of chats what a user says",
-    )
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help="tokens to write (default: 200)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0 always takes the most probable token (default: 0.8)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    parser.value("--prompt TEXT", "text to continue; of a model of chats what a user says", required=True)
+    parser.value("--tokens N", "tokens to write", 200)
+    parser.value("--temperature T", "sampling temperature; 0 always takes the most probable token", 0.8)
+    parser.value("--seed N", "seed of the sampling", 0)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,7 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
-    from cloister.server.record.folder import RunFiles, read_plan
 
     folder = Path(arguments.run)
     plan = read_plan(folder)  # refuses a folder that holds no run

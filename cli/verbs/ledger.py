@@ -10,25 +10,29 @@ import json
 import math
 import re
 import sys
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cloister.cli.options.shared_options import add_action, add_json, tell
+from rich.text import Text
+
+from cloister.cli.options.shared_options import Parser, add_action, add_json, tell
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.privacy.accounting.accountant import Spent, over_runs, spent
+from cloister.privacy.ledger.ledger import Entry, History, read_history
+from cloister.privacy.mechanism.events import from_json
 from cloister.protocol.errors import LedgerError
-
-if TYPE_CHECKING:
-    from cloister.privacy.accounting.accountant import Spent
-    from cloister.privacy.ledger.ledger import Entry, History
+from cloister.server.record.folder import RunFiles
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The actions `verify` and `show`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = add_action(actions, _verify)
-    verify.add_argument("--head", metavar="HEX", help="a head noted earlier, for example from a report")
+    verify.value("--head HEX", "a head noted earlier, for example from a report")
     show = add_action(actions, _show)
     for action in (verify, show):
-        action.add_argument("ledger", metavar="PATH", help="a ledger, or a run folder")
+        action.value("ledger PATH", "a ledger, or a run folder")
         add_json(action)
 
 
@@ -36,13 +40,11 @@ def rounded_up(epsilon: float | None) -> str:
     """Epsilon in five digits, rounded up; None is no bound."""
     if epsilon is None:
         return "no bound"
-    from decimal import ROUND_CEILING, Context
 
     return f"{Context(prec=5, rounding=ROUND_CEILING).create_decimal(epsilon).normalize():f}"
 
 
 def _find(path: Path) -> Path:
-    from cloister.server.record.folder import RunFiles
 
     inside = RunFiles(path).ledger
     found = inside if path.is_dir() else path
@@ -60,7 +62,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     path, noted = _find(Path(arguments.ledger)), arguments.head
     if noted is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", noted):
         raise LedgerError("--head", noted, expected="64 hexadecimal digits")
-    from cloister.privacy.ledger.ledger import read_history
 
     try:
         verified = read_history(path).verified(noted)
@@ -87,7 +88,6 @@ def _show(arguments: argparse.Namespace) -> int:
 
     Print the epsilon of each run, and of all runs together, by dataset.
     """
-    from cloister.privacy.ledger.ledger import read_history
 
     path = _find(Path(arguments.ledger))
     history = read_history(path)
@@ -103,8 +103,6 @@ def _show(arguments: argparse.Namespace) -> int:
 def _dataset(history: History, name: str) -> dict[str, Any]:
     """What a dataset has spent, at the smallest delta among its entries, or over runs whose mechanisms differ at twice
     that delta."""
-    from cloister.privacy.accounting.accountant import over_runs, spent
-    from cloister.privacy.mechanism.events import from_json
 
     entries = [entry for entry in history.entries if entry.charge.dataset == name]
     delta = min(entry.charge.delta for entry in entries)
@@ -135,9 +133,6 @@ def _epsilon(spent: Spent) -> dict[str, Any]:
 
 
 def _print(history: History, datasets: list[dict[str, Any]]) -> None:
-    from rich.text import Text
-
-    from cloister.cli.show.console import PipedConsole, columns
 
     console = PipedConsole()
     if not datasets:

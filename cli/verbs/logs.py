@@ -17,7 +17,13 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cloister.cli.options.shared_options import Parser
+from cloister.cli.show.display import describe
+from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import AuditLogError, EngineError, RunFolderError
+from cloister.protocol.identity.audit_log import FIRST, NAME, in_words, read_lines
+from cloister.server.record.events import from_json
+from cloister.server.record.folder import RunFiles
 
 FIELDS = ("run", "round", "attempt", "site")
 """What a message may be about: the identity of the run, and so on."""
@@ -25,27 +31,18 @@ _LOOK_S = 0.5
 """Seconds between two looks at a file that is followed."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """PATH, --lines, --follow, --json."""
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        help="a run folder; with --audit: the folder of a federation, or a site's TOML file",
-    )
-    parser.add_argument(
-        "-n", "--lines", type=int, default=50, metavar="N", help="lines to print (default: 50)"
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until Ctrl-C")
-    parser.add_argument(
-        "--json", action="store_true", help="print the events of a run, or the audit log, as JSON"
-    )
-    parser.add_argument(
+    parser.value("path PATH", "a run folder; with --audit: the folder of a federation, or a site's TOML file")
+    parser.value("-n --lines N", "lines to print", 50)
+    parser.flag("-f --follow", "go on printing until Ctrl-C")
+    parser.flag("--json", "print the events of a run, or the audit log, as JSON")
+    parser.flag(
         "--audit",
-        action="store_true",
-        help="print the audit log of a coordinator or a site instead, and verify its hash chain: exit code 1 if it "
+        "print the audit log of a coordinator or a site instead, and verify its hash chain: exit code 1 if it "
         "does not verify",
     )
-    parser.add_argument("--head", default="", metavar="HEX", help="with --audit: a head noted earlier")
+    parser.value("--head HEX", "with --audit: a head noted earlier", "")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     if arguments.audit:
         return _audit(path, arguments)
-    from cloister.server.record.folder import RunFiles
 
     file = RunFiles(path).events
     if not file.exists():
@@ -110,13 +106,10 @@ class _Json(logging.Formatter):
 
 def _audit(path: Path, arguments: argparse.Namespace) -> int:
     """Print an audit log, and verify it."""
-    from cloister.protocol.identity.audit_log import FIRST, NAME, in_words, read_lines
 
     if path.is_dir():
         path /= NAME
     elif path.suffix == ".toml":
-        from cloister.clients.setup.config import read_config
-
         path = read_config(path).folder / NAME
     try:
         lines = read_lines(path, arguments.head)
@@ -149,8 +142,6 @@ def _lines(path: Path, last: int, *, follow: bool) -> Iterator[str]:
 
 def _in_words(line: str) -> str:
     """An event as a person reads it; empty for those that are too frequent."""
-    from cloister.cli.show.display import describe
-    from cloister.server.record.events import from_json
 
     try:
         at = json.loads(line).get("at", "")

@@ -8,20 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_action, add_json, add_plan, chosen_plan
+from cloister.cli.options.shared_options import Parser, add_action, add_json, add_plan, chosen_plan
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.privacy.accounting.claims import unit
+from cloister.privacy.accounting.terms import Terms, participation, terms_of
+from cloister.privacy.mechanism.correlated import Blt, loss
+from cloister.privacy.report.figures import at_most
+from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
+from cloister.protocol.plan.template import to_toml
 
 if TYPE_CHECKING:
-    from cloister.cli.show.console import PipedConsole
-    from cloister.privacy.accounting.terms import Terms
-    from cloister.privacy.mechanism.correlated import Blt
-    from cloister.protocol.plan.plan import Plan
     from cloister.server.federation.cost import Cost, SecureCost
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The actions `new` and `check`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     new = add_action(actions, _new)
@@ -38,7 +42,6 @@ def _new(arguments: argparse.Namespace) -> int:
     value is a comment alone. Such as: cloister plan new --set simulation.source=notes.txt > my-plan.toml
     """
     plan = chosen_plan(arguments, default="")
-    from cloister.protocol.plan.template import to_toml
 
     print(to_toml(plan, comments=True), end="")
     return 0
@@ -52,12 +55,9 @@ def _check(arguments: argparse.Namespace) -> int:
     other fields than [data], or has too few records for the sites. The records of simulation.source, public.source and
     server.evaluation are counted where these are on this machine.
     """
-    from dataclasses import asdict
 
     plan = chosen_plan(arguments)
-    from cloister.cli.show.console import PipedConsole
     from cloister.lm.model.model import count_parameters
-    from cloister.privacy.accounting.terms import terms_of
     from cloister.server.federation.cost import cost, secure_cost
 
     records, not_used = _records(plan)
@@ -101,7 +101,6 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
     """
     from cloister.lm.text.records import Unusable
     from cloister.lm.text.tokenizer import looks_like_path
-    from cloister.protocol.plan.plan import PrivacySection, SimulationSection
     from cloister.simulations.federation import divided, not_used, usable
 
     def local(source: str) -> bool:
@@ -127,9 +126,9 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
 
 def size(count: float) -> str:
     """A number of bytes, for people: three digits and a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for name in ("B", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.3g} {unit}"
+            return f"{count:.3g} {name}"
         count /= 1000
     return f"{count:.3g} TB"
 
@@ -146,8 +145,6 @@ def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
 
 def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
     """The row of correlated noise: what it does to the sum of all rounds."""
-    from cloister.privacy.accounting.terms import participation
-    from cloister.privacy.mechanism.correlated import Blt, loss
 
     pattern = participation(plan)
     assert pattern is not None, "a mechanism with a matrix has a plan with a pattern"
@@ -156,7 +153,6 @@ def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
 
 
 def _print_plan(console: PipedConsole, plan: Plan) -> None:
-    from cloister.protocol.plan.template import to_toml
 
     for line in to_toml(plan, comments=False).splitlines():
         console.say(line, "bold" if line.startswith("[") else "")
@@ -164,7 +160,6 @@ def _print_plan(console: PipedConsole, plan: Plan) -> None:
 
 
 def _print_cost(console: PipedConsole, plan: Plan, sections: Iterable[Iterable[tuple[str, str]]]) -> None:
-    from cloister.cli.show.console import columns
 
     table = columns("", "", title="Cost")
     for section in sections:
@@ -226,8 +221,6 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
 
 def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     """What is protected, and what it costs."""
-    from cloister.privacy.accounting.claims import unit
-    from cloister.privacy.report.figures import at_most
 
     yield "privacy: what is protected", unit(plan)
     yield "noise multiplier", f"{terms.noise_multiplier:g}"

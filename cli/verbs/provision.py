@@ -10,20 +10,20 @@ import argparse
 import datetime
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, tell
+from cloister.cli.options.shared_options import Parser, add_json, tell
 from cloister.cli.show.agreement import fingerprint_line
+from cloister.simulations.rehearsal.provision import PROVISION, provision
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """FEDERATION.toml and --out."""
-    parser.add_argument("settings", metavar="FEDERATION.toml", help="names, addresses and sites")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make; missing, or empty")
+    parser.value("settings FEDERATION.toml", "names, addresses and sites")
+    parser.value("--out DIR", "the folder to make; missing, or empty", required=True)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the federation, and print its fingerprint."""
-    from cloister.simulations.rehearsal.provision import PROVISION, provision
 
     out = Path(arguments.out)
     federation = provision(PROVISION.load(Path(arguments.settings)), out, datetime.datetime.now(datetime.UTC))

@@ -10,14 +10,21 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, add_run, tell
+from cloister.cli.options.shared_options import Parser, add_json, add_run, tell
+from cloister.privacy.report.page import to_html
+from cloister.privacy.report.report import to_json, verdict
+from cloister.privacy.report.summary import plain
 from cloister.protocol.errors import CloisterError
+from cloister.protocol.machine.storage import write_bytes
+from cloister.server.federation.deployment import check_newest
+from cloister.server.record.folder import RunFiles
+from cloister.server.record.report import gather
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, output folder."""
     add_run(parser)
-    parser.add_argument("--output", metavar="DIR", help="folder to write to (default: the run folder)")
+    parser.value("--output DIR", "folder to write to (default: the run folder)")
     add_json(parser)
 
 
@@ -28,13 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise CloisterError("--output", str(output), expected="a folder, not a file")
     from cloister.cli.show.card import claim_facts
-    from cloister.privacy.report.page import to_html
-    from cloister.privacy.report.report import to_json, verdict
-    from cloister.privacy.report.summary import plain
-    from cloister.protocol.machine.storage import write_bytes
-    from cloister.server.federation.deployment import check_newest
-    from cloister.server.record.folder import RunFiles
-    from cloister.server.record.report import gather
 
     check_newest(RunFiles(folder))
     report = gather(folder)

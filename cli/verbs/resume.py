@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import add_engine, add_json, add_per_site, add_run
+from cloister.cli.options.shared_options import Parser, add_engine, add_json, add_per_site, add_run
+from cloister.protocol.errors import RunFolderError
+from cloister.protocol.plan.soundness import changed
+from cloister.server.record.folder import RunFolder
 
-if TYPE_CHECKING:
-    from cloister.protocol.plan.plan import Plan
 
-
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Run folder, engine."""
     add_run(parser)
     add_per_site(parser)
@@ -26,8 +25,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Continue after the last round that was done."""
     from cloister.cli.show.execution import execute
-    from cloister.protocol.errors import RunFolderError
-    from cloister.server.record.folder import RunFolder
 
     with RunFolder.reopen(Path(arguments.run)) as folder:
         if folder.deployment.exists():
@@ -37,17 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
                 fix=f"continue it with: {folder.resume_command()}",
             )
         if arguments.per_site:
-            _check_per_site(folder.plan)
+            changed(
+                folder.plan, {"simulation.per_site": True}
+            )  # refused where the plan could not have said so
         return execute(folder, arguments, new=False)
-
-
-def _check_per_site(plan: Plan) -> None:
-    """Refuse --per-site if the plan could not have said so itself.
-
-    Raises:
-        PlanError: it has a privacy unit.
-    """
-    from cloister.protocol.plan.soundness import from_json
-
-    simulation = plan.simulation.model_copy(update={"per_site": True})
-    from_json(plan.model_copy(update={"simulation": simulation}).to_json())

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from cloister.cli.options.shared_options import (
+    Parser,
     add_engine,
     add_json,
     add_per_site,
@@ -18,29 +19,28 @@ from cloister.cli.options.shared_options import (
     chosen_plan,
     folder_for,
 )
+from cloister.server.record.folder import RunFolder
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Plan, run folder, engine."""
     add_plan(parser)
-    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (run.rounds)")
-    parser.add_argument("--seed", type=int, metavar="N", help="public seed (run.seed)")
+    parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
+    parser.value("--seed N", "public seed (run.seed)", type=int)
     over = parser.add_argument_group("privacy over several runs")
-    over.add_argument(
-        "--ledger",
-        metavar="FILE",
-        help="charge this ledger, which outlives the run; created if missing (simulation.ledger)",
+    parser.value(
+        "--ledger FILE",
+        "charge this ledger, which outlives the run; created if missing (simulation.ledger)",
+        to=over,
     )
-    over.add_argument(
-        "--dataset", metavar="NAME", help="name of the records in that ledger (simulation.dataset)"
-    )
-    over.add_argument(
-        "--greatest-epsilon",
+    parser.value("--dataset NAME", "name of the records in that ledger (simulation.dataset)", to=over)
+    parser.value(
+        "--greatest-epsilon EPS",
+        "stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
         type=float,
-        metavar="EPS",
-        help="stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
+        to=over,
     )
-    parser.add_argument("--out", metavar="DIR", help="run folder, new or empty (default: runs/NAME)")
+    parser.value("--out DIR", "run folder, new or empty (default: runs/NAME)")
     add_per_site(parser)
     add_engine(parser)
     add_json(parser)
@@ -49,7 +49,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the plan in a new folder."""
     from cloister.cli.show.execution import execute
-    from cloister.server.record.folder import RunFolder
 
     fields = {
         "run.rounds": arguments.rounds,

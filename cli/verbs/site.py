@@ -12,12 +12,15 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cli.options.shared_options import (
+    Actions,
+    Parser,
     add_action,
     add_json,
     add_log_format,
@@ -26,20 +29,38 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, version_facts
+from cloister.cli.show.console import PipedConsole
+from cloister.cli.verbs.logs import log_to_stderr
+from cloister.cli.verbs.plan import privacy_rows, warnings
+from cloister.clients.setup.config import SiteConfig, read_config
+from cloister.clients.setup.enrolment import (
+    Offer,
+    consider,
+    identities,
+    install,
+    make_request,
+    make_rotation,
+    read_installed,
+)
+from cloister.privacy.accounting.terms import terms_of
+from cloister.privacy.ledger.policy import load_policy
 from cloister.protocol.errors import CloisterError, DataError, MemberError, PlanError, RosterError, one_line
+from cloister.protocol.identity import fingerprint
+from cloister.protocol.identity.address import host_of
+from cloister.protocol.identity.document import read_document
+from cloister.protocol.identity.federation import Federation
+from cloister.protocol.identity.request import Request
+from cloister.protocol.identity.roster import check_private, load_identity
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import from_json
+from cloister.protocol.plan.template import toml_value
 
 if TYPE_CHECKING:
-    from cloister.cli.options.shared_options import Actions
     from cloister.cli.verbs.devices import Devices
-    from cloister.clients.setup.config import SiteConfig
-    from cloister.clients.setup.enrolment import Offer
     from cloister.lm.text.data import Prepared
-    from cloister.protocol.identity.federation import Federation
-    from cloister.protocol.identity.request import Request
-    from cloister.protocol.plan.plan import Plan
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The actions `join`, `request`, `install`, `rotate`, `check`, `plans`, `accept` and `start`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_setup(actions)
@@ -49,35 +70,27 @@ def options(parser: argparse.ArgumentParser) -> None:
 def _add_setup(actions: Actions) -> None:
     """The actions `join`, `request`, `install` and `rotate`: the site's own files."""
     join, request = add_action(actions, _join), add_action(actions, _request)
-    join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
-    join.add_argument(
-        "--start", action="store_true", help="when the site has joined, go on as cloister site start"
-    )
+    join.value("address HOST:PORT", "the coordinator's address")
+    join.flag("--start", "when the site has joined, go on as cloister site start")
     add_log_format(join)
     for action in (join, request):
-        action.add_argument(
-            "--name", required=True, help="the site's name: letters, digits, dots, dashes, underscores"
-        )
-        action.add_argument(
-            "--contact",
+        action.value("--name", "the site's name: letters, digits, dots, dashes, underscores", required=True)
+        action.value(
+            "--contact TEXT",
+            "who answers for the site, and how to reach them; every site sees it",
             required=True,
-            metavar="TEXT",
-            help="who answers for the site, and how to reach them; every site sees it",
         )
     install = add_action(actions, _install)
-    install.add_argument(
-        "file",
+    install.value(
+        "file FILE",
+        "the file of the federation (default: the next version, which the coordinator sends)",
         nargs="?",
-        metavar="FILE",
-        help="the file of the federation (default: the next version, which the coordinator sends)",
     )
     rotate = add_action(actions, _rotate)
     for action in (join, install):
-        action.add_argument("--fingerprint", metavar="HEX", help="the fingerprint that you were told")
+        action.value("--fingerprint HEX", "the fingerprint that you were told")
     for action in (join, request, install, rotate):
-        action.add_argument(
-            "--folder", default=".", metavar="DIR", help="the site's own folder (default: the current one)"
-        )
+        action.value("--folder DIR", "the site's own folder (default: the current one)", ".")
     for action in (request, install, rotate):
         add_json(action)
 
@@ -85,28 +98,25 @@ def _add_setup(actions: Actions) -> None:
 def _add_work(actions: Actions) -> None:
     """The actions `check`, `plans`, `accept` and `start`: the site before a run, and in it."""
     check_ = add_action(actions, _check)
-    check_.add_argument("site", metavar="SITE", help="the site's TOML file")
+    check_.value("site SITE", "the site's TOML file")
     add_plan(check_)
-    check_.add_argument(
-        "--only", choices=("data", "devices"), help="check only the data, or only the devices (default: both)"
+    check_.value(
+        "--only", "check only the data, or only the devices (default: both)", choices=("data", "devices")
     )
-    check_.add_argument(
-        "--device",
-        metavar="NAME",
-        help="check for this device instead of the site's own, such as cuda for the GPUs of another machine",
+    check_.value(
+        "--device NAME",
+        "check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
     add_json(check_)
     plans = add_action(actions, _plans)
-    plans.add_argument("site", metavar="SITE", help="the site's TOML file")
+    plans.value("site SITE", "the site's TOML file")
     add_json(plans)
     accept = add_action(actions, _accept)
-    accept.add_argument("site", metavar="SITE", help="the site's TOML file")
-    accept.add_argument(
-        "digest", metavar="DIGEST", help="the plan's digest, whole: cloister plan check prints it"
-    )
+    accept.value("site SITE", "the site's TOML file")
+    accept.value("digest DIGEST", "the plan's digest, whole: cloister plan check prints it")
     add_json(accept)
     start = add_action(actions, _start)
-    start.add_argument("site", metavar="SITE", help="the site's TOML file")
+    start.value("site SITE", "the site's TOML file")
     add_log_format(start)
 
 
@@ -137,14 +147,10 @@ def _start(arguments: argparse.Namespace) -> int:
     is opened to it. It runs no code that a coordinator sends. A site that was killed is started again with the same
     command, and goes on with the run.
     """
-    import threading
-
-    from cloister.cli.verbs.logs import log_to_stderr
 
     known: dict[str, object] = {}
     log_to_stderr(arguments.log_format, known)
     from cloister.clients.deployed import DeployedSite
-    from cloister.clients.setup.config import read_config
 
     known["site"] = _closed(read_config(Path(arguments.site))).name
     stopped = threading.Event()
@@ -174,8 +180,6 @@ def _check(arguments: argparse.Namespace) -> int:
     of the devices that are here. Exit code 4: the mesh suits the plan, but its devices are absent here.
     """
     plan = chosen_plan(arguments)
-    from cloister.clients.setup.config import read_config
-    from cloister.protocol.identity.roster import check_private
 
     config = _closed(read_config(Path(arguments.site)))
     if config.identity:
@@ -225,10 +229,7 @@ def _plans(arguments: argparse.Namespace) -> int:
     """
     from cloister.clients.consent.admission import consents_to
     from cloister.clients.consent.consents import Consents
-    from cloister.clients.setup.config import read_config
     from cloister.clients.state.kept import newest_plan
-    from cloister.privacy.ledger.policy import load_policy
-    from cloister.protocol.plan.soundness import from_json
 
     config = read_config(Path(arguments.site))
     policy = load_policy(Path(config.policy)) if config.policy else None
@@ -250,7 +251,6 @@ def _plans(arguments: argparse.Namespace) -> int:
 
 def _differences(last: Plan, plan: Plan) -> list[str]:
     """What is different in a plan from the one before; `[simulation]` and `[faults]` are no part."""
-    from cloister.protocol.plan.template import toml_value
 
     def values(of: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
         for name, value in of.items():
@@ -267,9 +267,7 @@ def _differences(last: Plan, plan: Plan) -> list[str]:
 
 def _cost(plan: Plan) -> list[str]:
     """What a plan costs a site's people in privacy, in words."""
-    from cloister.cli.verbs.plan import privacy_rows, warnings
     from cloister.lm.model.model import count_parameters
-    from cloister.privacy.accounting.terms import terms_of
 
     try:
         terms = terms_of(plan, count_parameters(plan).trained)
@@ -288,7 +286,6 @@ def _accept(arguments: argparse.Namespace) -> int:
     is added. The site may be running.
     """
     from cloister.clients.consent.consents import Consents
-    from cloister.clients.setup.config import read_config
 
     digest = arguments.digest.lower()
     if not re.fullmatch("[0-9a-f]{64}", digest):
@@ -309,7 +306,6 @@ def _accept(arguments: argparse.Namespace) -> int:
 
 def _finish(arguments: argparse.Namespace, found: dict[str, object], devices: Devices | None) -> int:
     """Print what was found, with what the devices will hold."""
-    from cloister.cli.show.console import PipedConsole
 
     if devices is None:
         if arguments.json:
@@ -343,11 +339,6 @@ def _join(arguments: argparse.Namespace) -> int:
     with the same key, and another code.
     """
     from cloister.clients.network.enrol import enrol, wait_for_approval
-    from cloister.clients.setup.config import read_config
-    from cloister.clients.setup.enrolment import make_request
-    from cloister.protocol.identity import fingerprint
-    from cloister.protocol.identity.address import host_of
-    from cloister.protocol.identity.roster import load_identity
 
     folder, name = Path(arguments.folder), arguments.name
     host_of(arguments.address)
@@ -382,7 +373,6 @@ def _request(arguments: argparse.Namespace) -> int:
     Make a site's key, a site.toml and a policy.toml to fill in, and the request to send to the coordinator. A key or
     file that is there is never replaced.
     """
-    from cloister.clients.setup.enrolment import make_request
 
     folder = Path(arguments.folder)
     today = datetime.datetime.now(datetime.UTC).date()
@@ -400,7 +390,6 @@ def _rotate(arguments: argparse.Namespace) -> int:
     Make a new key for the site, and a request, signed with the present key, to replace it. The new key is used once a
     federation with it is installed.
     """
-    from cloister.clients.setup.enrolment import make_rotation
 
     today = datetime.datetime.now(datetime.UTC).date()
     request, path = make_rotation(Path(arguments.folder), today)
@@ -431,10 +420,6 @@ def _install(arguments: argparse.Namespace) -> int:
     Without --fingerprint it is asked for. Runs that have begun go on with the version that was installed when they
     began.
     """
-    from cloister.clients.setup.config import read_config
-    from cloister.protocol.identity import fingerprint
-    from cloister.protocol.identity.document import read_document
-    from cloister.protocol.identity.federation import Federation
 
     told = None if arguments.fingerprint is None else fingerprint.given(arguments.fingerprint)
     folder, origin = Path(arguments.folder), arguments.file or "what the coordinator has sent"
@@ -460,7 +445,6 @@ def _following(config: SiteConfig) -> tuple[Federation, int]:
     After a rotation was approved, the coordinator knows the site by its new key only, which is not installed yet.
     """
     from cloister.clients.network.enrol import following
-    from cloister.clients.setup.enrolment import identities, read_installed
 
     installed, refusals = read_installed(config), list[CloisterError]()
     none = RosterError(
@@ -489,7 +473,6 @@ def _agreed(
     quiet: bool = False,
 ) -> tuple[Offer, Path]:
     """Show a version, and install it if its fingerprint is the one that the person was told, or is asked for."""
-    from cloister.clients.setup.enrolment import consider, install
 
     if told is not None:
         check(told, federation.fingerprint, origin, fix)

@@ -15,19 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.options.shared_options import add_json
+from cloister.cli.options.shared_options import Parser, add_json
 from cloister.protocol.errors import EngineError, RunFolderError
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """PATH, --follow, --probe, --json."""
-    parser.add_argument("path", metavar="PATH", help="the folder of a federation, or a site's TOML file")
-    parser.add_argument(
-        "--follow", action="store_true", help="show the present run, or the last one, until it has ended"
-    )
-    parser.add_argument(
-        "--probe", action="store_true", help="print one line; the exit code is 1 if it is not well"
-    )
+    parser.value("path PATH", "the folder of a federation, or a site's TOML file")
+    parser.flag("--follow", "show the present run, or the last one, until it has ended")
+    parser.flag("--probe", "print one line; the exit code is 1 if it is not well")
     add_json(parser)
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, tell
+from cloister.cli.options.shared_options import Parser, add_federation, add_json, tell
 from cloister.protocol.errors import RunFolderError
+from cloister.server.federation.control import command
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """FEDERATION, RUN."""
-    parser.add_argument("federation", metavar="FEDERATION", help="the folder of the federation")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="the run folder (default: the run that runs)")
+    add_federation(parser)
+    parser.value("run RUN", "the run folder (default: the run that runs)", nargs="?")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Stop it."""
-    from cloister.server.federation.control import command
 
     federation = Path(arguments.federation)
     if arguments.run:

@@ -13,6 +13,7 @@ import shlex
 from pathlib import Path
 
 from cloister.cli.options.shared_options import (
+    Parser,
     add_deployed,
     add_json,
     check_again,
@@ -20,29 +21,29 @@ from cloister.cli.options.shared_options import (
     folder_for,
     tell,
 )
+from cloister.cli.show.follow import follow, wait_for_join
 from cloister.protocol.errors import EngineError, RunFolderError
+from cloister.server.federation.control import command
+from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
+from cloister.server.federation.registry import Registry
+from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """PLAN, FEDERATION, --name, --again, --wait, --follow."""
     add_deployed(parser, "FEDERATION/runs")
-    parser.add_argument("--to", required=True, metavar="FEDERATION", help="the folder of the federation")
-    parser.add_argument(
-        "--wait",
+    parser.value("--to FEDERATION", "the folder of the federation", required=True)
+    parser.value(
+        "--wait SECONDS",
+        "how long to wait for all sites before the run begins with those that the plan needs (default: 600)",
         type=float,
-        metavar="SECONDS",
-        help="how long to wait for all sites before the run begins with those that the plan needs (default: 600)",
     )
-    parser.add_argument("--follow", action="store_true", help="show the run until it has ended")
+    parser.flag("--follow", "show the run until it has ended")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit it."""
-    from cloister.server.federation.control import command
-    from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
-    from cloister.server.federation.registry import Registry
-    from cloister.server.record.folder import RunFiles, RunFolder
 
     check_again(arguments, RunFolderError)
     wait = 600.0 if arguments.wait is None else arguments.wait
@@ -64,17 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = len(events.read_bytes().splitlines()) if events.exists() else 0
     list(command(federation, do="submit", run=str(path)))
     if arguments.follow:
-        from cloister.cli.show.follow import follow
-
         return follow(federation, path, json_=arguments.json)
     return _joined(arguments, path, Deployment.read(RunFiles(path)).wait_s, earlier)
 
 
 def _joined(arguments: argparse.Namespace, path: Path, wait_s: float, earlier: int) -> int:
     """Wait for the sites' answers, and tell them."""
-    from cloister.cli.show.follow import wait_for_join
-    from cloister.server.federation.control import command
-    from cloister.server.record.folder import read_plan
 
     federation = Path(arguments.to)
     how = f"cloister status {shlex.quote(str(federation))} --follow"

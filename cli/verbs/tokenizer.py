@@ -12,32 +12,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.options.shared_options import add_action, add_json, tell
-from cloister.cli.verbs.export import check_new
+from cloister.cli.options.shared_options import Parser, add_action, add_json, tell
 from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError
+from cloister.protocol.machine.storage import check_empty, write_folder
+from cloister.protocol.plan.plan import ModelSection
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """The actions `train` and `show`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     train = add_action(actions, _train)
-    train.add_argument(
-        "files",
+    train.value(
+        "files FILE",
+        "public text: .txt, .jsonl, .json or .parquet files, folders of them, or builtin:python-docs",
         nargs="+",
-        metavar="FILE",
-        help="public text: .txt, .jsonl, .json or .parquet files, folders of them, or builtin:python-docs",
     )
-    train.add_argument("--field", default="text", metavar="NAME", help="field of the text (default: text)")
-    train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: bpe)")
-    train.add_argument(
-        "--vocab", type=int, default=8192, metavar="N", help="tokens, at least 258 (default: 8192)"
-    )
-    train.add_argument("--out", required=True, metavar="DIR", help="folder to write, new or empty")
+    train.value("--field NAME", "field of the text", "text")
+    train.value("--kind", "algorithm", "bpe", choices=("bpe", "unigram"))
+    train.value("--vocab N", "tokens, at least 258", 8192)
+    train.value("--out DIR", "folder to write, new or empty", required=True)
     add_json(train)
     show = add_action(actions, _show)
-    show.add_argument("tokenizer", metavar="DIR", help="folder of a tokenizer, a hub name, or bytes")
-    show.add_argument("text", metavar="TEXT", help="the text")
+    show.value("tokenizer DIR", "folder of a tokenizer, a hub name, or bytes")
+    show.value("text TEXT", "the text")
     add_json(show)
 
 
@@ -49,12 +47,11 @@ def _train(arguments: argparse.Namespace) -> int:
     public text only.
     """
     target = Path(arguments.out)
-    check_new(target, "--out")
+    check_empty(target, "--out", CloisterError)
     for file in arguments.files:
         check_public(Path(file), "FILE")
     from cloister.lm.text.corpus import corpus_records
     from cloister.lm.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY, train_tokenizer
-    from cloister.protocol.machine.storage import write_folder
 
     if not SMALLEST_VOCABULARY <= arguments.vocab <= LARGEST_VOCABULARY:
         expected = f"from {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY}"
@@ -112,7 +109,6 @@ def _show(arguments: argparse.Namespace) -> int:
     Print the tokens with their bytes, and whether the text comes back whole.
     """
     from cloister.lm.text.tokenizer import load_tokenizer
-    from cloister.protocol.plan.plan import ModelSection
 
     try:
         length = len(arguments.text.encode())

@@ -12,43 +12,34 @@ import hashlib
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
-from cloister.cli.options.shared_options import add_json, add_run
+from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.protocol.errors import EngineError
+from cloister.server.record.folder import RunFiles
+from cloister.server.record.tracking import Mlflow, Wandb, send
 
 _LOOK_S = 1.0
 """Seconds between two looks at a run that goes on."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """RUN, --to, --project, --uri, --offline, --follow, --json."""
     add_run(parser)
-    parser.add_argument("--to", required=True, choices=("wandb", "mlflow"), help="the tracker")
-    parser.add_argument(
-        "--project",
-        default="cloister",
-        metavar="NAME",
-        help="project or experiment there (default: cloister)",
-    )
-    parser.add_argument(
-        "--uri", default="", metavar="URI", help="address of the MLflow server (default: MLFLOW_TRACKING_URI)"
-    )
-    parser.add_argument(
+    parser.value("--to", "the tracker", required=True, choices=("wandb", "mlflow"))
+    parser.value("--project NAME", "project or experiment there", "cloister")
+    parser.value("--uri URI", "address of the MLflow server (default: MLFLOW_TRACKING_URI)", "")
+    parser.flag(
         "--offline",
-        action="store_true",
-        help="write Weights & Biases' own files into the run folder, to be sent later with `wandb sync`",
+        "write Weights & Biases' own files into the run folder, to be sent later with `wandb sync`",
     )
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on until the run is finished, or Ctrl-C"
-    )
+    parser.flag("-f --follow", "go on until the run is finished, or Ctrl-C")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Send it."""
-    from cloister.protocol.errors import EngineError
-    from cloister.server.record.folder import RunFiles
-    from cloister.server.record.tracking import mlflow_run, send, wandb_run
 
     if arguments.uri and arguments.to != "mlflow":
         raise EngineError("--uri", expected="no address; it is only valid with --to mlflow")
@@ -65,10 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.to == "mlflow":  # a hash, because an address may have a password
         uri = arguments.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         place += f" {hashlib.sha256(uri.encode()).hexdigest()[:16]}"
-    if arguments.to == "wandb":
-        opener = wandb_run(arguments.project, files.path, offline=arguments.offline)
-    else:
-        opener = mlflow_run(arguments.project, arguments.uri)
+    wandb = partial(Wandb, arguments.project, files.path, arguments.offline)
+    opener = wandb if arguments.to == "wandb" else partial(Mlflow, arguments.project, arguments.uri)
     sent = []
     for number in send(files, place, opener, ended=ended):
         sent.append(number)

@@ -14,7 +14,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from cloister.cli.options.shared_options import (
+    Parser,
     add_engine,
     add_json,
     add_plan,
@@ -23,13 +26,17 @@ from cloister.cli.options.shared_options import (
     folder_for,
     tell,
 )
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.privacy.accounting.claims import law
+from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, SearchError
+from cloister.protocol.plan.plan import Plan
+from cloister.simulations.engines import fork_server
+from cloister.simulations.search.search import Search, Values, check, load_search, private_plan
+from cloister.simulations.search.study import Trial
+from cloister.simulations.search.trials import Engine
 
 if TYPE_CHECKING:
-    from cloister.cli.show.console import PipedConsole
-    from cloister.protocol.plan.plan import Plan
-    from cloister.simulations.search.search import Search, Values
-    from cloister.simulations.search.study import Trial
     from cloister.simulations.search.tuning import Found, SearchFolder
 
 
@@ -37,21 +44,13 @@ _SHOWN = 10
 """Trials of the table at the end."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Plan, search, folder, engine."""
     add_plan(parser)
-    parser.add_argument("search", nargs="?", metavar="SEARCH", help="a TOML file")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder of the search, new or empty (default: runs/NAME-search)"
-    )
-    parser.add_argument(
-        "--again",
-        metavar="DIR",
-        help="instead of a new search: continue this one, which was stopped, as it began",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the search, print what it costs, and run no trial"
-    )
+    parser.value("search SEARCH", "a TOML file", nargs="?")
+    parser.value("--out DIR", "folder of the search, new or empty (default: runs/NAME-search)")
+    parser.value("--again DIR", "instead of a new search: continue this one, which was stopped, as it began")
+    parser.flag("--dry-run", "check the search, print what it costs, and run no trial")
     add_engine(parser)
     add_json(parser)
 
@@ -66,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
             expected="a plan and a search: cloister tune PLAN.toml SEARCH.toml",
             fix="or --again DIR",
         )
-    from cloister.cli.show.console import PipedConsole
 
     console = PipedConsole(stderr=arguments.json)
     if arguments.again is not None:
@@ -74,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         with SearchFolder.reopen(Path(arguments.again)) as folder:
             return _tune(folder, arguments, console, new=False)
-    from cloister.simulations.search.search import check, load_search
 
     plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
     check(plan, search)
@@ -91,7 +88,6 @@ def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int
     """Print what a search would do and cost."""
     if plan.privacy.unit == "none":
         return tell(arguments, {"trials": search.count(), "epsilon": None}, _opening(plan, search))
-    from cloister.simulations.search.search import private_plan
     from cloister.simulations.search.tuning import price, price_facts
 
     trial = private_plan(plan, search, "0" * 32)
@@ -100,8 +96,6 @@ def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int
 
 
 def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole, *, new: bool) -> int:
-    from cloister.simulations.engines import fork_server
-    from cloister.simulations.search.trials import Engine
     from cloister.simulations.search.tuning import to_json, tune
 
     try:
@@ -136,8 +130,6 @@ def _opening(plan: Plan, search: Search) -> str:
         pruned = "" if search.pruner == "none" else f", pruned by {search.pruner}"
         trials = "1 trial" if search.count() == 1 else f"{search.count():,} trials"
         return f"search    {trials} by {search.sampler}{pruned}{at_once}: {fields}"
-    from cloister.privacy.accounting.claims import law
-    from cloister.privacy.report.figures import at_most
     from cloister.simulations.search.tuning import price
 
     cost, chosen = price(plan), plan.simulation.search
@@ -174,10 +166,7 @@ def _settings(values: Values) -> str:
 
 
 def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
-    from rich.text import Text
 
-    from cloister.cli.show.console import columns
-    from cloister.privacy.report.figures import at_most
     from cloister.simulations.search.tuning import price
 
     if found.trials:

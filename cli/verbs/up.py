@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from cloister.cli.options.shared_options import (
+    Parser,
     add_deployed,
     add_json,
     add_log_format,
@@ -19,9 +20,15 @@ from cloister.cli.options.shared_options import (
     chosen_plan,
     folder_for,
 )
+from cloister.cli.show.console import PipedConsole
+from cloister.cli.show.display import describe
+from cloister.cli.show.follow import follow
+from cloister.protocol.errors import RunFolderError
+from cloister.server.record.folder import RunFiles, RunFolder, read_plan
+from cloister.server.record.progress import Event
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def options(parser: Parser) -> None:
     """Plan, run folder, --again."""
     add_deployed(parser, "runs")
     add_log_format(parser)
@@ -31,12 +38,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare, run and show it."""
-    from cloister.cli.show.console import PipedConsole
-    from cloister.cli.show.display import describe
-    from cloister.cli.show.follow import follow
-    from cloister.protocol.errors import RunFolderError
-    from cloister.server.record.folder import RunFiles, RunFolder, read_plan
-    from cloister.server.record.progress import Event
     from cloister.simulations.rehearsal.rehearsal import prepare, running
 
     check_again(arguments, RunFolderError)

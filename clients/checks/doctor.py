@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from pathlib import Path
 
 from cloister.clients.network.door import health
@@ -18,7 +18,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.findings import Hop
-from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
+from cloister.protocol.machine.prerequisites import check_releases, check_space
 from cloister.protocol.plan.plan import Plan
 
 _HOPS: tuple[tuple[str, Callable[[Route], str], int], ...] = (
@@ -32,27 +32,22 @@ _HOPS: tuple[tuple[str, Callable[[Route], str], int], ...] = (
 """The hops to the door, and the waits of each."""
 
 
+@dataclass
 class SiteDoctor(Closing):
-    """The hops of a site; a context manager, which closes the connections.
+    """The hops of a site; a context manager, which closes the connection."""
 
-    Args:
-        path: Its `site.toml`, for messages.
-        config: Its settings.
-        limit_s: Seconds of each wait.
-        plan: The plan that it is to train; None: it is not known.
-    """
-
-    def __init__(self, path: Path, config: SiteConfig, limit_s: float, plan: Plan | None = None) -> None:
-        self._path = path
-        self._config = config
-        self._limit_s = limit_s
-        self._plan = plan
-        self._federation: Federation | None = None
-        self._route: Route | None = None
+    path: Path
+    """Its `site.toml`, for messages."""
+    config: SiteConfig
+    """Its settings."""
+    limit_s: float
+    """Seconds of each wait."""
+    plan: Plan | None
+    """The plan that it is to train; None: it is not known."""
 
     def close(self) -> None:
         """Close the connection."""
-        if self._route is not None:
+        if "_route" in vars(self):
             self._route.close()
 
     def hops(self) -> list[Hop]:
@@ -65,35 +60,42 @@ class SiteDoctor(Closing):
             Hop(
                 "devices",
                 self._devices,
-                f"correct device and [mesh] in {self._path}; a GPU: does nvidia-smi list it, and has torch CUDA?",
+                f"correct device and [mesh] in {self.path}; a GPU: does nvidia-smi list it, and has torch CUDA?",
             ),
         ]
         before = "federation"
         for name, make, waits in (*_HOPS, ("door", self._served, 1)):
             look = partial(self._along, make)
-            found.append(Hop(name, look, "ask the coordinator", waits * self._limit_s, (before,)))
+            found.append(Hop(name, look, "ask the coordinator", waits * self.limit_s, (before,)))
             before = name
         return found
 
-    def _installed(self) -> str:
-        federation = read_installed(self._config)
+    @cached_property
+    def _federation(self) -> Federation:
+        federation = read_installed(self.config)
         if federation is None:
-            raise RosterError("federation", "", expected=f"the installed one, in {self._path}")
-        if federation.site(self._config.name) is None:
+            raise RosterError("federation", "", expected=f"the installed one, in {self.path}")
+        return federation
+
+    @cached_property
+    def _route(self) -> Route:
+        return Route(self._federation.entrance, self.limit_s)
+
+    def _installed(self) -> str:
+        federation = self._federation
+        if federation.site(self.config.name) is None:
             raise RosterError(
                 "name",
-                self._config.name,
+                self.config.name,
                 expected=f"a site of {federation.name}, version {federation.version}",
-                fix=f"correct name in {self._path}; or the site has left: ask the coordinator",
+                fix=f"correct name in {self.path}; or the site has left: ask the coordinator",
             )
         authority = read_certificate(federation.authority, "authority")
         check_authority(authority, datetime.datetime.now(datetime.UTC))
-        self._federation = federation
         return f"{federation.name}, version {federation.version}, of {len(federation.sites)} sites"
 
     def _keys(self) -> str:
-        assert self._federation is not None
-        entry, path = self._federation.site(self._config.name), self._config.identity
+        entry, path = self._federation.site(self.config.name), self.config.identity
         if entry is None or load_identity(Path(path)).public_key().public_bytes_raw() != entry.key:
             raise RosterError(
                 "identity", path, expected="the key that the installed federation has for this site"
@@ -101,21 +103,18 @@ class SiteDoctor(Closing):
         return f"{path}, of its owner only"
 
     def _disk(self) -> str:
-        if self._plan is None:
-            return check_space(self._config.folder, ENOUGH, "needed by a small run; --plan says more exactly")
-        return check_space(
-            self._config.folder, site_bytes(self._plan), "needed by the plan, besides the data"
-        )
+        needed = site_bytes(self.plan) if self.plan else None
+        return check_space(self.config.folder, needed, "needed by the plan, besides the data")
 
     def _devices(self) -> str:
         """As `cloister site check` does, but without a plan nothing is known of the model."""
         from cloister.clients.ranks.device_mesh import devices_for_ranks, devices_of, memory_of, mesh_for
         from cloister.lm.parallel.mesh import Mesh
 
-        config = self._config
-        if self._plan is not None:
-            mesh, names = mesh_for(self._plan, config.mesh, config.device)
-            more = f"; what each will hold: cloister site check {self._path} PLAN"
+        config = self.config
+        if self.plan is not None:
+            mesh, names = mesh_for(self.plan, config.mesh, config.device)
+            more = f"; what each will hold: cloister site check {self.path} PLAN"
         else:
             mesh = Mesh(*(getattr(config.mesh, degree.name) or 1 for degree in fields(Mesh)))
             names = devices_of(config.device)
@@ -125,21 +124,18 @@ class SiteDoctor(Closing):
                     "mesh",
                     mesh.degrees(),
                     expected=f"a product of at most {len(there)}, the site's devices, but it is {mesh.size}",
-                    fix=f"lower a degree of [mesh] in {self._path}, or add devices",
+                    fix=f"lower a degree of [mesh] in {self.path}, or add devices",
                 )
             more = "; torch sees no GPU" if config.device == "auto" and names == ["cpu"] else ""
         shown = ", ".join(f"{name} ({memory_of(name) / 1e9:.0f} GB)" for name in dict.fromkeys(names))
         return f"{shown}{more}"
 
     def _along(self, make: Callable[[Route], str]) -> str:
-        if self._route is None:
-            assert self._federation is not None
-            self._route = Route(self._federation.entrance, self._limit_s)
         return make(self._route)
 
     def _served(self, route: Route) -> str:
         route.close()
-        problem = health(route.entrance, self._limit_s)
+        problem = health(route.entrance, self.limit_s)
         if problem:
             raise ConnectionFailedError("door", problem, expected="an answer of `cloister coordinator start`")
         return "the coordinator serves"

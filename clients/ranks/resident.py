@@ -119,9 +119,28 @@ class Resident:
             self.close()  # free its memory first
             self._serves = serves
         key = (device_name, mesh)
-        if key not in self._loaded:
-            torch.set_num_threads(plan.local.threads)
-            self._loaded[key] = self._load(plan, device_name, mesh, base_hash, read_base, base_path)
+        if key in self._loaded:
+            return self._loaded[key]
+        torch.set_num_threads(plan.local.threads)
+        degrees, devices = mesh_for(plan, mesh, device_name)
+        work: Work
+        if not several(degrees, mesh):
+            model, device = load_model(plan, read_base()), torch.device(devices[0])
+            model.module.to(device)
+            sums = Sums.over(plan, model.layout, base_hash)
+            work = Here(model, device, self.trainer(plan, model, device), sums.terms)
+        else:
+            # These take a second to import, which one process saves.
+            from cloister.clients.ranks.part import Model
+            from cloister.clients.ranks.team import Team
+
+            model = load_model(plan, read_base(), empty=True)
+            sums, source = Sums.over(plan, model.layout, base_hash), model.layout.source
+            model.module.to("meta")  # a frozen base: this process needs names and shapes only
+            built = Model(plan.to_json(), base_path, base_hash, source, mesh.checkpointing, mesh.compile)
+            over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
+            work = Team(built, degrees, devices, plan.local.threads, over)
+        self._loaded[key] = Loaded(plan, base_hash, model, work, sums)
         return self._loaded[key]
 
     def close(self) -> None:
@@ -130,39 +149,6 @@ class Resident:
             loaded.work.close()
         self._loaded.clear()
         self.opened.clear()
-
-    def _load(
-        self,
-        plan: Plan,
-        device_name: str,
-        section: MeshSection,
-        base_hash: bytes,
-        read_base: Callable[[], Vector | None],
-        base_path: Path,
-    ) -> Loaded:
-        mesh, devices = mesh_for(plan, section, device_name)
-        work: Work
-        if not several(mesh, section):
-            model, device = load_model(plan, read_base()), torch.device(devices[0])
-            model.module.to(device)
-            sums = Sums.over(plan, model.layout, base_hash)
-            work = Here(model, device, self.trainer(plan, model, device), sums.terms)
-        else:
-            from cloister.clients.ranks.part import (
-                Model,  # these take a second to import, which one process saves
-            )
-            from cloister.clients.ranks.team import Team
-
-            model = load_model(plan, read_base(), empty=True)
-            sums = Sums.over(plan, model.layout, base_hash)
-            model.module.to("meta")  # a frozen base: this process needs names and shapes only
-            source = model.layout.source
-            built = Model(
-                plan.to_json(), base_path, base_hash, source, section.checkpointing, section.compile
-            )
-            over = plan.cohort.attempt_s() * plan.cohort.attempts  # then a round has ended in any case
-            work = Team(built, mesh, devices, plan.local.threads, over)
-        return Loaded(plan, base_hash, model, work, sums)
 
     def trainer(self, plan: Plan, model: LanguageModel, device: torch.device) -> Trainer | PrivateTrainer:
         """A new trainer of a plan's rounds; an audit makes one that plants canaries.

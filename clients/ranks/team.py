@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.span import Manifest, Piece
 from cloister.clients.ranks.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained, Write
 from cloister.clients.ranks.ranks import Ranks
+from cloister.clients.state import attempt as state
 from cloister.clients.state.kept import Written
 from cloister.clients.training.work import Task
 from cloister.lm.model.layout import Vector
@@ -43,7 +44,7 @@ class Team:
         timeout_s: Seconds after which ranks that have not done a command are ended.
     """
 
-    elsewhere = True
+    elsewhere: ClassVar = True
 
     def __init__(
         self, model: Model, mesh: Mesh, devices: Sequence[str], threads: int, timeout_s: float
@@ -72,30 +73,27 @@ class Team:
         pieces = [(span.start, np.asarray(span.of(kept))) for span in spans]
         return _written(pieces, [*(each.digest for each in answers), vector_hash(tail)])
 
-    def mask(
-        self,
-        site: SecureSite,
-        pieces: list[Piece],
-        path: Path,
-        *,
-        size: int,
-        instructions: bytes,
-        threads: int,
-    ) -> Written:
-        """As `Work.mask`: each rank masks its span of the file; the masked vector is in shared memory."""
-        length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
-        spans, seeds = tile(size, len(self._ranks)), site.take_seeds(instructions=instructions)
-        command = Mask(path, spans, dtype.str, seeds, threads)
-        answers: list[Masked] = self._call(command)
-        tail = _span_of(pieces, Span(size, length)).copy()
-        if [each.of for each in answers] != [vector_hash(_span_of(pieces, span)) for span in spans]:
-            raise StepError(  # another process of the site has replaced the file; nothing has left
-                "update", expected="the file of the finished update not to change", fix="try the round again"
-            )
-        masks.apply(tail, seeds.add, seeds.subtract, offset=size)
-        masked = [(span.start, each.vector.array) for span, each in zip(spans, answers, strict=True)]
-        hashes = [each.digest for each in answers]
-        return _written([*masked, (size, tail)], [*hashes, vector_hash(tail)])
+    def masking(self, path: Path, size: int, instructions: bytes, threads: int) -> state.Mask:
+        """As `Work.masking`: each rank masks its span of the file; the masked vector is in shared memory."""
+
+        def mask(site: SecureSite, pieces: list[Piece]) -> Written:
+            length, dtype = sum(piece.size for _, piece in pieces), pieces[0][1].dtype
+            spans, seeds = tile(size, len(self._ranks)), site.take_seeds(instructions=instructions)
+            command = Mask(path, spans, dtype.str, seeds, threads)
+            answers: list[Masked] = self._call(command)
+            tail = _span_of(pieces, Span(size, length)).copy()
+            if [each.of for each in answers] != [vector_hash(_span_of(pieces, span)) for span in spans]:
+                raise StepError(  # another process of the site has replaced the file; nothing has left
+                    "update",
+                    expected="the file of the finished update not to change",
+                    fix="try the round again",
+                )
+            masks.apply(tail, seeds.add, seeds.subtract, offset=size)
+            masked = [(span.start, each.vector.array) for span, each in zip(spans, answers, strict=True)]
+            hashes = [each.digest for each in answers]
+            return _written([*masked, (size, tail)], [*hashes, vector_hash(tail)])
+
+        return mask
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""

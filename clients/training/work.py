@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -63,9 +63,8 @@ class Task:
 class Work(Protocol):
     """Who does the heavy part of a site's work."""
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether other processes do it, to which a task is sent."""
+    elsewhere: ClassVar[bool]
+    """Whether other processes do it, to which a task is sent."""
 
     def update(self, task: Task, start: Vector, path: Path) -> Written:
         """Train one update, and write what is summed into a file.
@@ -79,28 +78,17 @@ class Work(Protocol):
             CloisterError: the site cannot train.
         """
 
-    def mask(
-        self,
-        site: SecureSite,
-        pieces: list[Piece],
-        path: Path,
-        *,
-        size: int,
-        instructions: bytes,
-        threads: int,
-    ) -> Written:
-        """Mask a finished update; each element once.
+    def masking(self, path: Path, size: int, instructions: bytes, threads: int) -> Mask:
+        """What masks a finished update, each element once: the pieces as `update` returned them or as they were kept,
+        which may be masked in place.
+
+        It raises a `SecureSumError` where the attempt has other instructions, or its seeds were used.
 
         Args:
-            site: The site's side of the attempt, which has the seeds.
-            pieces: The update, as `update` returned it or as it was kept; it may be masked in place.
-            path: The file in which it is kept.
+            path: The file in which the update is kept.
             size: Elements of it without what follows the coded update.
             instructions: Digest of those that the update was made by, to which the masks are bound.
             threads: Threads that mask.
-
-        Raises:
-            SecureSumError: the attempt has other instructions, or its seeds were used.
         """
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
@@ -182,28 +170,16 @@ class Here:
     trainer: Trainer | PrivateTrainer
     terms: Terms | None
 
-    @property
-    def elsewhere(self) -> bool:
-        """False: it is done in this process."""
-        return False
+    elsewhere: ClassVar = False
 
     def update(self, task: Task, start: Vector, path: Path) -> Written:
         """As `Work.update`."""
         finished = train(self.trainer, self.terms, task, start, task.sequences())
         return write_pieces(path, [(0, contribution(task.code, finished))])
 
-    def mask(
-        self,
-        site: SecureSite,
-        pieces: list[Piece],
-        path: Path,
-        *,
-        size: int,
-        instructions: bytes,
-        threads: int,
-    ) -> Written:
-        """As `Work.mask`, in place."""
-        return masking(instructions, threads)(site, pieces)
+    def masking(self, path: Path, size: int, instructions: bytes, threads: int) -> Mask:
+        """As `Work.masking`, in place."""
+        return masking(instructions, threads)
 
     def held_out(self, plan: Plan, weights: Vector, sequences: Callable[[], Prepared]) -> HeldOut:
         """As `Work.held_out`."""
@@ -218,7 +194,7 @@ def masking(instructions: bytes, threads: int = 1) -> Mask:
     """Masks the pieces of a vector in place, in this process.
 
     Args:
-        instructions: As in `Work.mask`.
+        instructions: As in `Work.masking`.
         threads: Threads that mask.
     """
 

@@ -14,13 +14,15 @@ import warnings
 from collections.abc import Sequence
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
     EllipticCurvePrivateKey,
     EllipticCurvePublicKey,
     generate_private_key,
 )
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -40,24 +42,17 @@ def new_key() -> EllipticCurvePrivateKey:
     return generate_private_key(SECP256R1())
 
 
-def key_to_pem(key: EllipticCurvePrivateKey) -> bytes:
+def key_to_pem(key: EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
     """A private key as unencrypted PKCS #8 PEM."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def key_from_pem(pem: bytes, origin: str) -> EllipticCurvePrivateKey:
-    """Read a key that `key_to_pem` wrote.
-
-    Raises:
-        CertificateError: it is not such a key.
-    """
+def key_from_pem(pem: bytes) -> PrivateKeyTypes | None:
+    """Read a private key, such as `key_to_pem` wrote; None: it is no unencrypted key in PEM."""
     try:
-        key = load_pem_private_key(pem, None)
-    except (ValueError, TypeError):
-        key = None
-    if not isinstance(key, EllipticCurvePrivateKey):
-        raise CertificateError("key", origin, expected="an unencrypted private ECDSA key in PEM")
-    return key
+        return load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return None
 
 
 def certificate_to_pem(certificate: x509.Certificate) -> bytes:
@@ -109,7 +104,11 @@ def issue(
     end = min(now + datetime.timedelta(days=days), authority.not_valid_after_utc)
     public = key.public_key()
     by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    builder = _of_server(_builder(_name(names[0]), authority.subject, public, now, end), names)
+    general = x509.SubjectAlternativeName([_general(name) for name in names])
+    builder = _builder(_name(names[0]), authority.subject, public, now, end)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(general, critical=False)
     builder = builder.add_extension(_usage(digital_signature=True), critical=True)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
     return builder.add_extension(by, critical=False).sign(authority_key, SHA256())
@@ -198,14 +197,6 @@ def _builder(
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
     builder = builder.serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - _SKEW).not_valid_after(end)
-
-
-def _of_server(builder: x509.CertificateBuilder, names: Sequence[str]) -> x509.CertificateBuilder:
-    """The certificate of a server with these names, and of no authority."""
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    general = x509.SubjectAlternativeName([_general(name) for name in names])
-    return builder.add_extension(general, critical=False)
 
 
 def _name(common: str) -> x509.Name:

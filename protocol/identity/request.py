@@ -16,14 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, RosterError
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
-from cloister.protocol.identity.roster import Card
-from cloister.protocol.plan.threshold import LARGEST
+from cloister.protocol.identity.roster import Card, known_signed_by
 
 _REQUEST = "cloister-request-2"
 _ROTATION = "cloister-rotation-1"
@@ -96,7 +94,7 @@ class Request:
 
     def rotates(self, key: bytes) -> bool:
         """Whether the owner of the public key `key` signed that this request replaces it."""
-        return bool(self.rotation) and _signed(key, _rotation(self.fingerprint), self.rotation)
+        return bool(self.rotation) and known_signed_by(key, _rotation(self.fingerprint), self.rotation)
 
     def verify(self) -> None:
         """Check every value and the signature; that of a rotation needs the old key (`rotates`).
@@ -112,7 +110,7 @@ class Request:
             right = False
         if not right:
             raise RosterError(f"date of {self.name}", self.date, expected="a day as YYYY-MM-DD")
-        if not _signed(self.key, self._content, self.signature):
+        if not known_signed_by(self.key, self._content, self.signature):
             raise RosterError(
                 f"request of {self.name}",
                 expected="a signature of all of it with the key on its card",
@@ -185,13 +183,3 @@ def check_contact(contact: str) -> None:
 
 def _rotation(fingerprint: bytes) -> bytes:
     return pack(_ROTATION, fingerprint)
-
-
-@functools.lru_cache(maxsize=2 * LARGEST)
-def _signed(key: bytes, content: bytes, signature: bytes) -> bool:
-    """Whether `signature` is of `content` with the Ed25519 key `key`; checked once in a process."""
-    try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, content)
-    except (ValueError, InvalidSignature):
-        return False
-    return True

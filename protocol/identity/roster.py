@@ -21,18 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MemberError, RosterError
+from cloister.protocol.identity.certificates import key_from_pem, key_to_pem
 from cloister.protocol.identity.document import from_base64, to_base64
 from cloister.protocol.machine.storage import write_bytes, write_new
 from cloister.protocol.plan.settings import Section, Settings
@@ -47,26 +42,6 @@ _ROSTER = "cloister-roster-1"
 def new_identity(random: Callable[[int], bytes] = os.urandom) -> Ed25519PrivateKey:
     """A new identity key from 32 random bytes."""
     return Ed25519PrivateKey.from_private_bytes(random(32))
-
-
-def identity_to_pem(identity: Ed25519PrivateKey) -> bytes:
-    """The identity key as unencrypted PKCS #8 PEM."""
-    return identity.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def identity_from_pem(pem: bytes) -> Ed25519PrivateKey:
-    """Read an identity key that `identity_to_pem` wrote.
-
-    Raises:
-        RosterError: it is not an unencrypted Ed25519 private key in PEM.
-    """
-    try:
-        identity = load_pem_private_key(pem, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        identity = None
-    if not isinstance(identity, Ed25519PrivateKey):
-        raise RosterError("identity", expected="an unencrypted Ed25519 private key in PEM")
-    return identity
 
 
 def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = True) -> None:
@@ -88,7 +63,7 @@ def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = Tr
             expected="a path without a file",
             fix="keep the existing identity: it cannot be created again",
         )
-    pem = identity_to_pem(identity)
+    pem = key_to_pem(identity)
     write_new(path, pem, durable=durable)
     if _read(path, "identity") != pem:
         raise RosterError("identity", str(path), expected="one process at a time that makes it")
@@ -124,7 +99,10 @@ def load_identity(path: Path) -> Ed25519PrivateKey:
         RosterError: the file is missing, unreadable or not an identity, or others than its owner can read it.
     """
     check_private(path, "identity")
-    return identity_from_pem(_read(path, "identity"))
+    identity = key_from_pem(_read(path, "identity"))
+    if not isinstance(identity, Ed25519PrivateKey):
+        raise RosterError("identity", str(path), expected="an unencrypted Ed25519 private key in PEM")
+    return identity
 
 
 @dataclass(frozen=True)
@@ -156,15 +134,27 @@ class Card:
             RosterError: one of them is wrong.
         """
         check_name(self.name)
-        try:
-            _check_key(self.name, self.public, self.signature)
-        except (ValueError, InvalidSignature):
+        signed = pack(_CARD, self.name, self.public)
+        if not _has_full_order(self.public) or not known_signed_by(self.public, signed, self.signature):
             raise RosterError(
                 "card",
                 self.name,
                 expected="a signature made with the key on it",
                 fix=f"ask {self.name} for the card again",
-            ) from None
+            )
+
+
+def signed_by(key: bytes, content: bytes, signature: bytes) -> bool:
+    """Whether `signature` is of `content` with the Ed25519 public key `key`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, content)
+    except (ValueError, InvalidSignature):
+        return False
+    return True
+
+
+known_signed_by = functools.lru_cache(maxsize=4 * LARGEST)(signed_by)
+"""As `signed_by`, checked once in a process: for what is read again and again, such as the cards of a federation."""
 
 
 def check_name(name: str) -> None:
@@ -177,45 +167,34 @@ def check_name(name: str) -> None:
         raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
 
 
-@functools.lru_cache(maxsize=LARGEST)  # what raises is not kept
-def _check_key(name: str, public: bytes, signature: bytes) -> None:
-    """Check, once in a process, that a card's signature is of its name with its key.
-
-    Raises:
-        ValueError, InvalidSignature: it is not, or the key has low order.
-    """
-    _check_order(public)
-    Ed25519PublicKey.from_public_bytes(public).verify(signature, pack(_CARD, name, public))
-
-
 def check_public(public: bytes, field: str) -> None:
     """Check an Ed25519 public key.
 
     Raises:
         RosterError: it is none, or anybody can make signatures for it.
     """
-    try:
-        _check_order(public)
-        Ed25519PublicKey.from_public_bytes(public)
-    except ValueError:
-        raise RosterError(field, public.hex(), expected="an Ed25519 public key of full order") from None
+    if not _has_full_order(public):
+        raise RosterError(field, public.hex(), expected="an Ed25519 public key of full order")
 
 
-def _check_order(public: bytes) -> None:
-    """Refuse an Ed25519 key of low order, for which anybody can make signatures.
+@functools.lru_cache(maxsize=LARGEST)
+def _has_full_order(public: bytes) -> bool:
+    """Whether bytes are an Ed25519 key that has not low order: anybody can make signatures for one that has.
 
     Its point has the same order on the birationally equivalent Curve25519, u = (1 + y) / (1 - y) (RFC 7748, section
     4.1), where an agreement with a point of low order is refused.
-
-    Raises:
-        ValueError: the key has low order, or is not 32 bytes.
     """
     field = 2**255 - 19
     y = int.from_bytes(public, "little") & (2**255 - 1)
-    u = (1 + y) * pow(1 - y, -1, field) % field  # y = 1, the neutral point, has no inverse: ValueError
-    X25519PrivateKey.from_private_bytes(bytes(32)).exchange(
-        X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
-    )
+    try:
+        u = (1 + y) * pow(1 - y, -1, field) % field  # y = 1, the neutral point, has no inverse: ValueError
+        X25519PrivateKey.from_private_bytes(bytes(32)).exchange(
+            X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+        )
+        Ed25519PublicKey.from_public_bytes(public)
+    except ValueError:
+        return False
+    return True
 
 
 def check_distinct(field: str, what: str, values: list[tuple[str | bytes, str]]) -> None:

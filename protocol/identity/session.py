@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import SignatureError
 from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.certificates import certificate_to_pem, read_certificate
+from cloister.protocol.identity.roster import signed_by
 
 _SESSION = "cloister/session/2"
 NONCE = 32
@@ -73,12 +73,10 @@ def verify_proof(signature: bytes, name: str, public: bytes, entrance: Entrance,
     Raises:
         SignatureError: the site did not sign this.
     """
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed(name, public, entrance, nonces))
-    except (ValueError, InvalidSignature):
+    if not signed_by(public, _signed(name, public, entrance, nonces), signature):
         raise SignatureError(
             f"session of {name}", expected="a signature of this session with the site's identity key"
-        ) from None
+        )
 
 
 def _signed(name: str, public: bytes, entrance: Entrance, nonces: Nonces) -> bytes:

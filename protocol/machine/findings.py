@@ -10,19 +10,12 @@ from cloister.protocol.errors import CloisterError, one_line, visible
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """Why a hop that could be made was not checked, or cannot be judged."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Hop:
     """One thing to check."""
 
     name: str
     """Its name, such as `TCP`."""
-    look: Callable[[], str | Skipped]
+    look: Callable[[], str]
     """Checks it and returns what was found; raises a `CloisterError` where it fails."""
     fix: str
     """What to do where it fails and the error does not say it."""
@@ -53,9 +46,7 @@ def examine(hops: Iterable[Hop]) -> Iterator[Finding]:
         why = next((lacking[name] for name in hop.needs if name in lacking), None)
         finding = _looked(hop) if why is None else Finding(hop.name, "skipped", why)
         if finding.state != "ok":
-            lacking[hop.name] = (
-                why or f"{hop.name} {'failed' if finding.state == 'failed' else 'was skipped'}"
-            )
+            lacking[hop.name] = why or f"{hop.name} failed"
         yield finding
 
 
@@ -67,6 +58,4 @@ def _looked(hop: Hop) -> Finding:
         return Finding(hop.name, "failed", str(error).removesuffix(f"; {own}"), own or hop.fix)
     except OSError as error:
         return Finding(hop.name, "failed", one_line(error), hop.fix)
-    if isinstance(found, Skipped):
-        return Finding(hop.name, "skipped", visible(found.why))
     return Finding(hop.name, "ok", visible(found))

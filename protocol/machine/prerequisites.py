@@ -7,6 +7,7 @@ import platform
 import shutil
 import ssl
 import tempfile
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
@@ -14,15 +15,16 @@ from packaging.requirements import Requirement
 
 from cloister.protocol.errors import CloisterError, MachineError
 
-ENOUGH = 10**9
+_ENOUGH = 10**9
 """Bytes that have to be free where no plan says what a run needs."""
 _SHOWN = ("cloister", "flwr", "grpcio")
+"""Packages whose releases parties compare."""
 _INSTALL = "install cloister again with its dependencies, such as pip install --upgrade cloister"
 
 
-def releases() -> dict[str, str]:
-    """The releases that parties compare, by name: Python, and the packages whose releases matter between them."""
-    return {"python": platform.python_version(), **{name: _release(name) or "absent" for name in _SHOWN}}
+def releases(packages: Iterable[str]) -> dict[str, str]:
+    """The releases of Python and of some packages, by name."""
+    return {"python": platform.python_version(), **{name: _release(name) or "absent" for name in packages}}
 
 
 def check_releases() -> str:
@@ -57,7 +59,7 @@ def check_releases() -> str:
         raise MachineError(
             "OpenSSL", ssl.OPENSSL_VERSION, expected="one with TLS 1.3", fix="use another build of Python"
         )
-    found = ", ".join(f"{name} {release}" for name, release in releases().items())
+    found = ", ".join(f"{name} {release}" for name, release in releases(_SHOWN).items())
     libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
     return f"{found}, {libc}, {ssl.OPENSSL_VERSION}"
 
@@ -79,12 +81,12 @@ def check_extra(package: str, extra: str, kind: type[CloisterError], *about: obj
         raise kind(*map(str, about), expected=expected, fix=f"pip install 'cloister[{extra}]'")
 
 
-def check_space(folder: Path, needed: int, why: str) -> str:
+def check_space(folder: Path, needed: int | None, why: str) -> str:
     """Check that a folder can be written to, and that its file system has free space.
 
     Args:
         folder: The folder; where it is missing, the one in which it will be made.
-        needed: Bytes that have to be free.
+        needed: Bytes that have to be free; None: no plan says it, and a small run is taken.
         why: What they are for.
 
     Returns:
@@ -93,6 +95,8 @@ def check_space(folder: Path, needed: int, why: str) -> str:
     Raises:
         MachineError: it has less, or cannot be written to.
     """
+    if needed is None:
+        needed, why = _ENOUGH, "needed by a small run; --plan says more exactly"
     there = folder.absolute()
     try:
         there = next(each for each in (there, *there.parents) if each.exists())

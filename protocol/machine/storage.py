@@ -22,7 +22,7 @@ from typing import IO
 
 from safetensors import SafetensorError
 
-from cloister.protocol.errors import StorageError
+from cloister.protocol.errors import CloisterError, StorageError
 
 _STALE_S = 24 * 3600.0
 _syncing = True
@@ -71,19 +71,11 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
     Raises:
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
-    temporary = _beside(path, "tmp")
-    with on_disk(path):
-        try:
-            _make(path.parent, durable=durable)
-            write(temporary)
-            if durable:
-                _sync(temporary)
-            temporary.replace(path)
-            if durable:
-                _sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _remove_stale(path.parent)
+    with _placed(path, durable=durable) as temporary:
+        write(temporary)
+        if durable:
+            _sync(temporary)
+        temporary.replace(path)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
@@ -105,22 +97,14 @@ def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
     Raises:
         StorageError: the disk is full or refuses the write.
     """
-    temporary = _beside(path, "tmp")
-    with on_disk(path):
-        _make(path.parent, durable=durable, mode=0o700)
+    with _placed(path, durable=durable, mode=0o700) as temporary:
         if not path.exists():
-            try:
-                temporary.touch(0o600)
-                _fill(temporary, content)
-                if durable:
-                    _sync(temporary)
-                with contextlib.suppress(FileExistsError):
-                    os.link(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        if durable:
-            _sync(path.parent)  # also for a file whose writer was killed before it did so
-        _remove_stale(path.parent)
+            temporary.touch(0o600)
+            _fill(temporary, content)
+            if durable:
+                _sync(temporary)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
 
 
 def allocate(path: Path, size: int) -> None:
@@ -154,30 +138,45 @@ def write_folder(path: Path, fill: Callable[[Path], object], *, durable: bool = 
     Raises:
         StorageError: the disk is full or refuses the write; `path` is unchanged.
     """
-    temporary, aside = _beside(path, "tmp"), _beside(path, "old")
-    with on_disk(path):
+    aside = _beside(path, "old")
+    with _placed(path, durable=durable) as temporary:
+        temporary.mkdir()
+        fill(temporary)
+        if durable:
+            for written in sorted(temporary.rglob("*")):
+                _sync(written)
+            _sync(temporary)
+        if path.exists():
+            path.rename(aside)
         try:
-            _make(path.parent, durable=durable)
-            temporary.mkdir()
-            fill(temporary)
-            if durable:
-                for written in sorted(temporary.rglob("*")):
-                    _sync(written)
-                _sync(temporary)
-            if path.exists():
-                path.rename(aside)
-            try:
-                temporary.rename(path)
-            except OSError:
-                if aside.exists():
-                    aside.rename(path)
-                raise
-            if durable:
-                _sync(path.parent)
-            shutil.rmtree(aside, ignore_errors=True)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        _remove_stale(path.parent)
+            temporary.rename(path)
+        except OSError:
+            if aside.exists():
+                aside.rename(path)
+            raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; nothing where it is missing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_empty(path: Path, field: str, kind: type[CloisterError]) -> None:
+    """Check that a folder can be made at `path`: nothing is there, or an empty folder.
+
+    Raises:
+        CloisterError: of class `kind`, about `field`: something is there.
+    """
+    try:
+        free = not path.is_symlink() and (not path.exists() or not any(path.iterdir()))
+    except OSError:
+        free = False
+    if not free:
+        raise kind(field, str(path), expected="a new folder, or an empty one")
 
 
 def sync_folders(folder: Path, top: Path) -> None:
@@ -253,6 +252,22 @@ def on_disk(path: Path) -> Iterator[None]:
         raise disk_refusal(path, error) from error
 
 
+@contextlib.contextmanager
+def _placed(path: Path, *, durable: bool, mode: int = 0o777) -> Iterator[Path]:
+    """A context that puts something into the place of a temporary path beside `path`, in a folder that is made; the
+    folder is synced also for a file whose writer was killed before it did so."""
+    temporary = _beside(path, "tmp")
+    with on_disk(path):
+        try:
+            _make(path.parent, durable=durable, mode=mode)
+            yield temporary
+            if durable:
+                _sync(path.parent)
+        finally:
+            remove(temporary)
+        _remove_stale(path.parent)
+
+
 def _beside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
 
@@ -278,10 +293,7 @@ def _remove_stale(folder: Path) -> None:
                 continue
             if found[2] == "old" and not (folder / found[1]).exists():
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                os.unlink(entry.path)
+            remove(Path(entry.path))
 
 
 def _fill(path: Path, content: bytes) -> None:

@@ -18,7 +18,6 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -30,7 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import EncodingError, MemberError, SignatureError
-from cloister.protocol.identity.roster import Roster
+from cloister.protocol.identity.roster import Roster, signed_by
 from cloister.protocol.messages.messages import Digest, Key, Limit, Name, Signature
 from cloister.protocol.messages.wire import Buffer, from_bytes, to_bytes, view
 
@@ -118,22 +117,15 @@ def verified(data: bytes, coordinator: bytes, site: str, frames: Sequence[Buffer
         MemberError: it is for another site.
     """
     envelope = from_bytes(Envelope, data)
-    try:
-        _public(coordinator).verify(envelope.signature, envelope.signed)
-    except (ValueError, InvalidSignature):
+    if not signed_by(coordinator, envelope.signed, envelope.signature):
         raise SignatureError(
             "request", expected="a signature with the coordinator's key, as the federation names it"
-        ) from None
+        )
     if envelope.site != site:
         raise MemberError("site of the request", envelope.site, expected=site)
     if frames is not None and envelope.body != body_of(frames):
         raise SignatureError("body of the request", expected="the one that the coordinator has signed")
     return envelope
-
-
-@lru_cache(maxsize=8)
-def _public(key: bytes) -> Ed25519PublicKey:
-    return Ed25519PublicKey.from_public_bytes(key)
 
 
 @dataclass(frozen=True)

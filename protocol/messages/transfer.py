@@ -10,7 +10,6 @@ the size of a model.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
@@ -21,7 +20,6 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from cloister.protocol.encoding import pack
 from cloister.protocol.errors import TransferError
 from cloister.protocol.machine.storage import on_disk
 from cloister.protocol.messages.door_pb2 import Part
@@ -82,12 +80,6 @@ class Parcel:
         if len(frame) <= SMALL:
             return cls(frame, tuple(named))
         return cls(b"", (Named(blake3(frame).digest(), memoryview(frame)), *named))
-
-    @property
-    def id(self) -> bytes:
-        """32 bytes that name a request: the same bytes have the same id, also after a restart."""
-        named = tuple((each.name, each.data.nbytes) for each in self.vectors)
-        return hashlib.sha256(pack(VERSION, self.frame, named)).digest()
 
 
 def _names(message: Request | Reply) -> list[bytes]:

@@ -89,6 +89,13 @@ _BALANCED = Only("local.balance", ("weighted", "dynamic"))
 _PUBLIC = Only("public.source", but=("",))
 _EVALUATES = Only("server.evaluation", but=(NO_EVALUATION,))
 _UNTARGETED = Only("privacy.target_epsilon", (None,), because="charge", why=_UNPROTECTED)
+_UNCORRELATED = Only(
+    "privacy.correlated",
+    (None,),
+    because="charge",
+    why="later rounds cancel the noise of earlier ones only if all train the same parameters with the same clipping "
+    "norm",
+)
 _OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
 _DECLARED = Only(
     "simulation.search",
@@ -118,6 +125,7 @@ class AdapterSection(Section):
 
     scheme: Annotated[
         Literal["full", "ffa-lora", "rolora", "lora"],
+        replace(_UNCORRELATED, when=("rolora",)),
         InWords(
             '"full", "ffa-lora", "rolora" or "lora": stacked and residual LoRA (FLoRA, FedEx-LoRA, HetLoRA) need each '
             "site's own factors, not their sum"
@@ -318,7 +326,15 @@ class CohortSection(Section):
     """Sites in the federation."""
     fraction: Annotated[Fraction, _SYNC] = 1.0
     """Fraction of the sites drawn for each round."""
-    mode: Literal["sync", "async"] = "sync"
+    mode: Annotated[
+        Literal["sync", "async"],
+        Only(
+            "aggregation.groups",
+            (1,),
+            when=("async",),
+            why="a buffer has the updates that arrive first, of whatever groups",
+        ),
+    ] = "sync"
     """`sync`: a round sums the updates of its cohort, all of one model. `async` (FedBuff): all sites train at the same
     time, each from the newest model when it is asked. A round is then one server step with the next `buffer` updates
     that arrive, and does not wait for the slowest site. `async` is refused under the secure sum and with a privacy
@@ -397,7 +413,7 @@ class AggregationSection(Section):
     this is the largest bound of a block."""
     compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
-    part: Fraction = 1.0
+    part: Annotated[Fraction, _UNCORRELATED] = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
     parameters keep their values. The parameters outside of the layers are one more block. A round sends, and adds noise
     to, what it trains: about that fraction of the parameters if the blocks are of one size. 1: every round trains
@@ -478,13 +494,19 @@ class PrivacySection(Section):
     trusted_coordinator: Annotated[bool, _OF_SITES] = False
     """The coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
-    adaptive: Annotated[AdaptiveSection | None, _OF_SITES] = None
+    adaptive: Annotated[AdaptiveSection | None, _OF_SITES, _UNCORRELATED] = None
     """Let the clipping norm follow a quantile of the update norms."""
     correlated: Annotated[
         CorrelatedSection | None,
         _OF_SITES,
         Only("privacy.trusted_coordinator", (True,)),
         Only("aggregation.secure", (True,)),
+        Only(
+            "aggregation.groups",
+            (1,),
+            because="charge",
+            why="a median is not linear, so no later round cancels the noise in it",
+        ),
     ] = None
     """Correlate the noise over the rounds."""
 

@@ -124,9 +124,7 @@ def from_json(text: str | bytes) -> Plan:
 
 
 def recorded(text: str | bytes) -> Plan:
-    """Read the plan of a run that an earlier release may have started, in order to report it.
-
-    Each field is checked, but not the plan as a whole: this release may refuse what that release ran.
+    """Read a plan from JSON that was written for a checked one; each field is checked, but not the plan as a whole.
 
     Raises:
         PlanError: the text is no JSON, or a field is wrong.
@@ -144,7 +142,6 @@ def refusals(plan: Plan) -> Iterator[Refusal]:
         _of_asynchronous,
         _of_records,
         _of_guarantee,
-        _of_adapter,
         _of_training,
         _of_balance,
         _of_evaluation,
@@ -292,21 +289,6 @@ def _of_groups(plan: Plan) -> Iterator[Refusal]:
             else f"remove aggregation.groups, or raise cohort.{'sites' if cohort.fraction == 1 else 'fraction'}",
             "definition",
         )
-    instead = "remove it, or remove aggregation.groups"
-    if cohort.mode == "async":
-        yield Refusal(
-            "cohort.mode",
-            '"sync" with aggregation.groups: a buffer has the updates that arrive first, of whatever groups',
-            instead,
-            "definition",
-        )
-    if plan.privacy.correlated is not None:
-        yield Refusal(
-            "privacy.correlated",
-            "no value with aggregation.groups: a median is not linear, so no later round cancels the noise in it",
-            instead,
-            "charge",
-        )
 
 
 def _of_compression(plan: Plan) -> Iterator[Refusal]:
@@ -412,14 +394,6 @@ def _of_guarantee(plan: Plan) -> Iterator[Refusal]:
 def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusal]:
     """Correlated noise that would not cancel, or cohorts that do not keep to the pattern that it covers."""
     cohort, rounds = plan.cohort, plan.run.rounds
-    if plan.privacy.adaptive is not None:
-        yield Refusal(
-            "privacy.adaptive",
-            "no value with privacy.correlated: noise of one round is cancelled by that of later ones only if "
-            "all have the same clipping norm",
-            "remove privacy.adaptive or privacy.correlated",
-            "charge",
-        )
     turns, left = divmod(cohort.sites, cohort.size())
     if left or turns == 1:
         yield Refusal(
@@ -451,19 +425,6 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
             "run.rounds",
             f"at most {MOST_CORRELATED} with privacy.correlated, for which its matrix is computed in seconds",
             "lower run.rounds, or remove privacy.correlated",
-            "charge",
-        )
-
-
-def _of_adapter(plan: Plan) -> Iterator[Refusal]:
-    """Parts of a model for each round beside noise that later rounds cancel."""
-    if plan.scheduled and plan.privacy.correlated is not None:
-        drawn = plan.aggregation.part < 1
-        yield Refusal(
-            "aggregation.part" if drawn else "model.adapter.scheme",
-            "no part of the model for each round with privacy.correlated: later rounds cancel the noise of a parameter "
-            "only if they train it",
-            "set aggregation.part = 1" if drawn else 'set model.adapter.scheme = "ffa-lora"',
             "charge",
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import mmap
 import struct
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -43,15 +44,10 @@ class Behind:
         data = pb.ToRun(**said).SerializeToString()
         self._writer.write(LENGTH.pack(len(data)) + data)
 
-    def answer(self, site: Site, request: bytes, frame: bytes, paths: list[str]) -> None:
-        """Tell the reply of a site."""
-        of, seen = pb.Of(site=site.name, request=request), _seen(site)
-        self.tell(answer=pb.Answer(of=of, frame=frame, paths=paths, seen=seen))
-
-    def fail(self, site: Site, request: bytes, reason: str) -> None:
-        """Tell why a site has no reply."""
+    def answer(self, site: Site, request: bytes, **said: Any) -> None:
+        """Tell the reply of a site, its `frame` and `paths`, or why it has none, the `failure`."""
         of = pb.Of(site=site.name, request=request)
-        self.tell(answer=pb.Answer(of=of, failure=reason, seen=_seen(site)))
+        self.tell(answer=pb.Answer(of=of, seen=_seen(site), **said))
 
     def show(self, sites: list[Site]) -> None:
         """Tell which of its sites are connected, and the bytes that have moved, if that has changed."""

@@ -334,7 +334,7 @@ class Door(Closing):
                     del waiting[name]
                     self._sites[name].pending = None
                     late = f"timeout: no answer within {pending.asked.deadline_s:g} s"
-                    run.fail(self._sites[name], pending.asked.id, late)
+                    run.answer(self._sites[name], pending.asked.id, failure=late)
             if waiting:
                 await asyncio.sleep(max(0.0, min(pending.left_s() for pending in waiting.values())))
 
@@ -658,9 +658,9 @@ class Door(Closing):
             check_vectors(vectors, pending.most_bytes)
             paths = [str(pending.arrivals.file(name, size) or "") for name, size in vectors]
         except CloisterError as error:
-            run.fail(site, letter.id, printable(str(error)))
+            run.answer(site, letter.id, failure=printable(str(error)))
         else:
-            run.answer(site, letter.id, letter.frame, paths)
+            run.answer(site, letter.id, frame=letter.frame, paths=paths)
 
     # Transfers, in the thread of the event loop.
 

@@ -11,7 +11,6 @@ import hashlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +34,6 @@ _END_S = 30.0
 """Seconds for which the door may still read when a run leaves it."""
 
 
-@dataclass(frozen=True)
-class Connected:
-    """What is known of a site of the run that has been connected in it."""
-
-    node: int
-    name: str
-    online: bool
-    """Whether it has a session now."""
-    sent: int
-    """Bytes of vectors that it was sent."""
-    received: int
-    """Bytes of vectors that it has uploaded."""
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """A message as the door takes it."""
-
-    letter: pb.Letter
-    paths: tuple[str, ...]
-
-
 class DoorGrid(Carrier):
     """A run's grid; a context manager.
 
@@ -76,7 +53,7 @@ class DoorGrid(Carrier):
         folder: Path,
         sites: Sequence[str],
         most_bytes: int,
-        seen: Callable[[list[Connected]], None] = lambda _sites: None,
+        seen: Callable[[list[pb.Site]], None] = lambda _sites: None,
     ) -> None:
         super().__init__()
         self._far = far
@@ -86,7 +63,7 @@ class DoorGrid(Carrier):
         self._tell_seen = seen
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""
-        self._seen: dict[str, Connected] = {}
+        self._seen: dict[str, pb.Site] = {}
         """By name, the sites that have been connected."""
         self._waiting: dict[str, tuple[Message, bytes]] = {}
         """By message id, messages without an answer: each with the id of its request."""
@@ -94,7 +71,7 @@ class DoorGrid(Carrier):
         """By message id, answers that were not pulled."""
         self._happened = False
         self._over = False
-        self._parcels: dict[int, tuple[ArrayRecord, _Parcel]] = {}
+        self._parcels: dict[int, tuple[ArrayRecord, pb.Ask]] = {}
         """Those of the newest push, by the identity of an object that lives."""
         with on_disk(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,10 +96,10 @@ class DoorGrid(Carrier):
 
     # What is known of the sites.
 
-    def connected(self) -> list[Connected]:
-        """All sites that have been connected in this run, by node."""
+    def connected(self) -> list[pb.Site]:
+        """All sites that have been connected in this run, by node: whether they are now, and the bytes that moved."""
         with self._changed:
-            return sorted(self._seen.values(), key=lambda site: site.node)
+            return sorted(self._seen.values(), key=lambda site: self._node_of[site.name])
 
     def wait_for(self, sites: int, timeout_s: float) -> int:
         """Wait until so many sites are connected; returns how many are, also when the time is over."""
@@ -139,7 +116,7 @@ class DoorGrid(Carrier):
 
     def get_node_ids(self) -> list[int]:
         """The nodes of all sites that have been connected: also of those that are to connect again."""
-        return [site.node for site in self.connected()]
+        return [self._node_of[site.name] for site in self.connected()]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Ask sites; a record of frames that several messages have is written once.
@@ -152,7 +129,7 @@ class DoorGrid(Carrier):
         """
         batch = list(messages)
         asked: dict[int, list[Message]] = {}
-        parcels: dict[int, tuple[ArrayRecord, _Parcel]] = {}
+        parcels: dict[int, tuple[ArrayRecord, pb.Ask]] = {}
         for message in batch:
             record = message.content.array_records["frames"]
             known = self._parcels.get(id(record)) or parcels.get(id(record))
@@ -163,14 +140,14 @@ class DoorGrid(Carrier):
         with self._changed:
             self._check_open()
             for key, group in asked.items():
-                request = parcels[key][1].letter.id
+                request = parcels[key][1].request.id
                 self._waiting |= {message.metadata.message_id: (message, request) for message in group}
         for key, group in asked.items():
             parcel = parcels[key][1]
             self._send(
                 ask=pb.Ask(
                     sites=[self._sites[message.metadata.dst_node_id - 1] for message in group],
-                    request=parcel.letter,
+                    request=parcel.request,
                     paths=parcel.paths,
                     deadline_s=group[0].metadata.ttl,
                     envelopes=[_envelope(message) for message in group],
@@ -234,7 +211,8 @@ class DoorGrid(Carrier):
                     self._saw(said.seen)
         with self._changed:
             self._over = True
-            self._seen = {name: replace(site, online=False) for name, site in self._seen.items()}
+            for site in self._seen.values():
+                site.online = False
             self._changed.notify_all()
 
     def _answered(self, answer: pb.Answer) -> None:
@@ -258,8 +236,7 @@ class DoorGrid(Carrier):
 
     def _know(self, site: pb.Site) -> None:
         if site.online or site.name in self._seen:
-            node = self._node_of[site.name]
-            self._seen[site.name] = Connected(node, site.name, site.online, site.sent, site.received)
+            self._seen[site.name] = site
 
     def _check_open(self) -> None:
         if self._over:
@@ -267,8 +244,8 @@ class DoorGrid(Carrier):
 
     # Files.
 
-    def _parcel(self, record: ArrayRecord) -> _Parcel:
-        """Write the vectors of a request."""
+    def _parcel(self, record: ArrayRecord) -> pb.Ask:
+        """Write the vectors of a request; as the door takes it, without its sites."""
         frames = [view(record[name].data) for name in sorted(record)]
         frame = bytes(frames[0]) if frames[0].nbytes <= SMALL else b""
         named = [(self._name(data), data) for data in (frames[1:] if frame else frames)]
@@ -283,7 +260,7 @@ class DoorGrid(Carrier):
                         file.write(data)
                     part.replace(path)
         vectors = [pb.Vector(hash=name, size=data.nbytes) for name, data in named]
-        return _Parcel(pb.Letter(id=id, frame=frame, vectors=vectors), paths)
+        return pb.Ask(request=pb.Letter(id=id, frame=frame, vectors=vectors), paths=paths)
 
     def _name(self, data: memoryview) -> bytes:
         return blake3(data).digest() if data.nbytes else b""

@@ -108,19 +108,11 @@ def command(folder: Path, **request: Any) -> Answer:
         found = json.loads((folder / _FILE).read_bytes())
         connection = _connected(int(found["port"]), bytes.fromhex(found["key"]))
     except BlockingIOError as error:
-        raise EngineError(
-            "coordinator",
-            str(folder),
-            expected=f"one that answers within {_SILENCE_S} s",
-            fix="start it again",
-        ) from error
+        raise _lost(folder, error, "", "start it again") from error
     except (OSError, EOFError, ValueError, KeyError, AuthenticationError) as error:
-        raise EngineError(
-            "coordinator",
-            str(folder),
-            expected="the folder of a federation whose coordinator runs on this machine",
-            fix=f"start it: cloister coordinator start {shlex.quote(str(folder))}",
-        ) from error
+        start = f"start it: cloister coordinator start {shlex.quote(str(folder))}"
+        expected = "the folder of a federation whose coordinator runs on this machine"
+        raise _lost(folder, error, expected, start) from error
     with connection:
         answered = False
         try:
@@ -137,17 +129,8 @@ def command(folder: Path, **request: Any) -> Answer:
                 answered = True
                 yield line
         except (OSError, EOFError) as error:
-            raise EngineError(
-                "coordinator",
-                str(folder),
-                expected="one that "
-                + (
-                    f"answers within {_SILENCE_S} s"
-                    if isinstance(error, BlockingIOError)
-                    else "goes on running"
-                ),
-                fix=f"see whether it runs: cloister status {shlex.quote(str(folder))}",
-            ) from error
+            see = f"see whether it runs: cloister status {shlex.quote(str(folder))}"
+            raise _lost(folder, error, "one that goes on running", see) from error
 
 
 def _connected(port: int, key: bytes) -> Connection:
@@ -188,6 +171,12 @@ def _cut_after(connection: Connection, seconds: float) -> Iterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+def _lost(folder: Path, error: Exception, expected: str, fix: str) -> EngineError:
+    if isinstance(error, BlockingIOError):
+        expected = f"one that answers within {_SILENCE_S} s"
+    return EngineError("coordinator", str(folder), expected=expected, fix=fix)
 
 
 def _relayed(line: str) -> EngineError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import Roster
+from cloister.protocol.messages.door_pb2 import Site
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
-from cloister.server.door.grid import Connected as Site
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
 from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
@@ -35,8 +34,6 @@ _log = logging.getLogger(__name__)
 
 _LONG_S = 600.0
 """Seconds between two lines that say that sites are waited for."""
-_TOLD_S = 2.0
-"""Seconds between two reports of the bytes that have moved."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,12 @@ def by_door(begun: Begun, far: socket.socket, observe: Observer) -> Iterator[Gri
         EngineError: the coordinator's process has ended.
     """
     folder, plan, names = begun.folder, begun.folder.plan, begun.federation.roster.names
-    telling = Telling(names, observe)
+    tell = _telling(names, observe)
     most_bytes = most_bytes_of(plan, count_parameters(plan).trained)
-    with DoorGrid(far, begun.label, folder.spool, names, most_bytes, telling.seen) as grid:
+    with DoorGrid(far, begun.label, folder.spool, names, most_bytes, tell) as grid:
         _wait_for_sites(grid, plan, begun.deployment)
         yield GridChannel(grid, begun.sender(None), dict(enumerate(names, 1)))
-        telling.moved(grid.connected())
+        tell(grid.connected())
         grid.close(over=True)
     shutil.rmtree(folder.spool, ignore_errors=True)
 
@@ -122,37 +119,17 @@ def _wait_for_sites(grid: DoorGrid, plan: Plan, deployment: Deployment) -> None:
             _log.info("waiting for sites")
 
 
-class Telling:
-    """Tells which sites are connected, and the bytes that have moved.
+def _telling(names: tuple[str, ...], observe: Observer) -> Callable[[list[Site]], None]:
+    """Tells which of some sites are connected, and the bytes that have moved, where that is not what was told last."""
+    told: dict[type, Connected | Moved] = {Moved: Moved({}, {})}
 
-    Args:
-        names: The sites of the run.
-        observe: Is told.
-    """
-
-    def __init__(self, names: tuple[str, ...], observe: Observer) -> None:
-        self._names = names
-        self._observe = observe
-        self._shown: Connected | None = None
-        self._moved = Moved({}, {})
-        self._moved_at = 0.0
-
-    def seen(self, sites: list[Site]) -> None:
-        """Tell what has changed; of the bytes no more often than once in `_TOLD_S`."""
+    def tell(sites: list[Site]) -> None:
         online = {site.name for site in sites if site.online}
-        connected = Connected(
-            tuple(name for name in self._names if name in online),
-            {name: "it is not connected" for name in self._names if name not in online},
-        )
-        if connected != self._shown:
-            self._shown = connected
-            self._observe(connected)
-        if time.monotonic() - self._moved_at >= _TOLD_S:
-            self.moved(sites)
-
-    def moved(self, sites: list[Site]) -> None:
-        """Tell the bytes that have moved, if they are others than were told last."""
+        missing = {name: "it is not connected" for name in names if name not in online}
         moved = Moved({site.name: site.sent for site in sites}, {site.name: site.received for site in sites})
-        if sites and moved != self._moved:
-            self._moved, self._moved_at = moved, time.monotonic()
-            self._observe(moved)
+        for event in (Connected(tuple(name for name in names if name in online), missing), moved):
+            if event != told.get(type(event)):
+                told[type(event)] = event
+                observe(event)
+
+    return tell

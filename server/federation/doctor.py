@@ -6,35 +6,33 @@ import datetime
 import errno
 import socket
 import ssl
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cloister.protocol.errors import CertificateError, MachineError
 from cloister.protocol.identity.address import everywhere, host_of, port_of, resolve
 from cloister.protocol.identity.certificates import names_of, read_certificate
 from cloister.protocol.machine.findings import Hop
-from cloister.protocol.machine.prerequisites import ENOUGH, check_releases, check_space
+from cloister.protocol.machine.prerequisites import check_releases, check_space
 from cloister.protocol.plan.plan import Plan
 from cloister.server.federation.registry import Registry
 
 
+@dataclass
 class CoordinatorDoctor:
-    """The hops of a coordinator.
+    """The hops of a coordinator."""
 
-    Args:
-        path: The folder of the federation.
-        limit_s: Seconds of each wait.
-        plan: The plan that is to be run; None: it is not known.
-    """
-
-    def __init__(self, path: Path, limit_s: float, plan: Plan | None = None) -> None:
-        self._path = path
-        self._limit_s = limit_s
-        self._plan = plan
-        self._registry: Registry | None = None
+    path: Path
+    """The folder of the federation."""
+    limit_s: float
+    """Seconds of each wait."""
+    plan: Plan | None
+    """The plan that is to be run; None: it is not known."""
 
     def hops(self) -> list[Hop]:
         """The hops, in their order."""
-        dns = f"ask for this name in your DNS, or name another: cloister coordinator renew {self._path} --address"
+        dns = f"ask for this name in your DNS, or name another: cloister coordinator renew {self.path} --address"
         port = "stop the other program, or use another port: cloister coordinator renew"
         backup, opened = "restore the file from its backup", ("federation",)
         return [
@@ -42,18 +40,16 @@ class CoordinatorDoctor:
             Hop("certificates", self._certificates, backup, needs=opened),
             Hop("releases", check_releases, "install cloister again"),
             Hop("disk", self._disk, "free space"),
-            Hop("DNS", self._name, dns, self._limit_s, opened),
-            Hop("port", self._port, port, self._limit_s, ("certificates",)),
+            Hop("DNS", self._name, dns, self.limit_s, opened),
+            Hop("port", self._port, port, self.limit_s, ("certificates",)),
         ]
 
-    @property
+    @cached_property
     def _known(self) -> Registry:
-        assert self._registry is not None
-        return self._registry
+        return Registry.open(self.path)
 
     def _opened(self) -> str:
-        self._registry = Registry.open(self._path)
-        federation = self._registry.federation
+        federation = self._known.federation
         return f"{federation.name}, version {federation.version}, of {len(federation.sites)} sites"
 
     def _certificates(self) -> str:
@@ -62,21 +58,20 @@ class CoordinatorDoctor:
         if host not in names_of(self._known.certificate("door")):
             raise CertificateError(
                 "certificate of the door",
-                str(self._path / "door.pem"),
+                str(self.path / "door.pem"),
                 expected=f"one for {host}, its address",
-                fix=f"cloister coordinator renew {self._path}",
+                fix=f"cloister coordinator renew {self.path}",
             )
         until = [(self._known.certificate(name).not_valid_after_utc, name) for name in ("authority", "door")]
         return ", ".join(f"{name} until {last:%Y-%m-%d}" for last, name in until)
 
     def _disk(self) -> str:
-        if self._plan is None:
-            return check_space(self._path, ENOUGH, "needed by a small run; --plan says more exactly")
-        return check_space(self._path, coordinator_bytes(self._plan), "needed by the plan's run")
+        needed = coordinator_bytes(self.plan) if self.plan else None
+        return check_space(self.path, needed, "needed by the plan's run")
 
     def _name(self) -> str:
         address = self._known.federation.door
-        found = resolve(host_of(address), port_of(address), self._limit_s)
+        found = resolve(host_of(address), port_of(address), self.limit_s)
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in found))}"
 
     def _port(self) -> str:
@@ -103,7 +98,7 @@ class CoordinatorDoctor:
             fix=f"find it with ss -ltnp 'sport = :{port_of(bind)}' and stop it",
         )
         try:
-            pem = ssl.get_server_certificate(("127.0.0.1", port_of(bind)), timeout=self._limit_s)
+            pem = ssl.get_server_certificate(("127.0.0.1", port_of(bind)), timeout=self.limit_s)
             shown = read_certificate(pem.encode(), "the server's")
         except (OSError, ValueError, CertificateError) as error:
             raise other from error

@@ -7,7 +7,6 @@ carries the messages: requests are signed, replies are sealed (`protocol/message
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from cloister.server.federation.deployed import Begun, coordinate
 from cloister.server.federation.deployment import Deployment, check_deployable
 from cloister.server.federation.registry import Registry
 from cloister.server.record.events import to_json, with_time
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFolder, free_path
 from cloister.server.record.progress import Event
 
 _log = logging.getLogger(__name__)
@@ -92,11 +91,7 @@ def _folder(said: dict[str, str], registry: Registry) -> RunFolder:
         wait_s = float(said["wait"])
     except ValueError:
         raise EngineError("wait", said["wait"], expected="seconds") from None
-    for number in itertools.count(1):
-        path = registry.path / "runs" / (plan.run.name if number == 1 else f"{plan.run.name}-{number}")
-        if not path.exists():
-            break
-    folder = RunFolder.create(path, plan)
+    folder = RunFolder.create(free_path(registry.path / "runs", plan.run.name), plan)
     Deployment(registry.federation.version, wait_s, str(registry.path.absolute())).write(folder)
     return folder
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,28 @@ _TIMEOUT_S = 10.0
 """Seconds for which a connection may say nothing."""
 _CONNECTIONS = 16
 """Connections at once; a further one is closed."""
+_FAMILIES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
+    "rounds_done": (CounterMetricFamily, "Rounds that are done", ""),
+    "attempts_failed": (CounterMetricFamily, "Attempts at a sum that failed", ""),
+    "sent_bytes": (CounterMetricFamily, "Bytes that a site was sent by the run's process", "site"),
+    "received_bytes": (CounterMetricFamily, "Bytes that came from a site", "site"),
+    "phase_seconds": (CounterMetricFamily, "Seconds of finished rounds by phase", "phase"),
+    "rounds": (GaugeMetricFamily, "Rounds of the plan", ""),
+    "sites_connected": (GaugeMetricFamily, "Sites that are connected", ""),
+    "sites_missing": (GaugeMetricFamily, "Sites that are not connected", ""),
+    "epsilon": (GaugeMetricFamily, "Largest epsilon of a site, by the coordinator's ledger", ""),
+    "epsilon_budget": (GaugeMetricFamily, "Epsilon that the plan allows", ""),
+    **{
+        figure.name: (
+            CounterMetricFamily if figure.over == "sum" else GaugeMetricFamily,
+            figure.named("token"),
+            "",
+        )
+        for figure in (*FIGURES, *EVALUATED)
+    },
+}
+"""By name: the kind, what it is, and the label beside that of the run, if it has one."""
+_FROM_ZERO = ("rounds_done", "attempts_failed", "sites_connected", "sites_missing")
 
 
 class Metrics(Collector):
@@ -45,15 +67,9 @@ class Metrics(Collector):
     def begin(self, run: str) -> None:
         """Another run begins, or the same is started again, under this label."""
         with self._lock:
-            self._run = run
-            self._running = True
-            self._rounds = self._of = self._attempts_failed = 0
-            self._connected = progress.Connected((), {})
-            self._moved = progress.Moved({}, {})
-            self._seconds: Counter[str] = Counter()
-            self._figures: dict[str, float] = {}
-            self._epsilon: float | None = None
-            self._budget: float | None = None
+            self._run, self._running = run, True
+            self._values: defaultdict[str, Counter[str]] = defaultdict(Counter)
+            self._values |= {name: Counter({"": 0}) for name in _FROM_ZERO}
 
     def end(self) -> None:
         """The run has ended; its figures stay until another one begins."""
@@ -65,67 +81,37 @@ class Metrics(Collector):
         with self._lock:
             match event:
                 case progress.Started(plan, done=done):
-                    self._rounds, self._of = done, plan.run.rounds
-                    self._budget = plan.privacy.target_epsilon or plan.privacy.budget
+                    budget = plan.privacy.target_epsilon or plan.privacy.budget
+                    self._set(rounds_done=done, rounds=plan.run.rounds, epsilon_budget=budget)
                 case progress.AttemptFailed():
-                    self._attempts_failed += 1
+                    self._values["attempts_failed"][""] += 1
                 case progress.Connected():
-                    self._connected = event
+                    self._set(sites_connected=len(event.sites), sites_missing=len(event.missing))
                 case progress.Moved():
-                    self._moved = event
+                    self._values["sent_bytes"] = Counter(event.sent)
+                    self._values["received_bytes"] = Counter(event.received)
                 case progress.RoundDone() | progress.RoundAbandoned():
-                    self._rounds, self._epsilon = event.round, event.epsilon
-                    self._seconds.update(event.phase_seconds)
-                    if isinstance(event, progress.RoundDone):
-                        self._add(event.figures)
-                case progress.Evaluated():
-                    self._add(event.figures)
+                    self._set(rounds_done=event.round, epsilon=event.epsilon)
+                    self._values["phase_seconds"].update(event.phase_seconds)
+            for name, value in getattr(event, "figures", {}).items():
+                if name in _FAMILIES and isinstance(value, int | float):
+                    sums = _FAMILIES[name][0] is CounterMetricFamily
+                    self._set(**{name: value + (self._values[name][""] if sums else 0)})
 
-    def _add(self, figures: Mapping[str, Any]) -> None:
-        """Take the figures of a round: those that are sums over rounds add up, others are the newest."""
-        for figure in (*FIGURES, *EVALUATED):
-            value = figures.get(figure.name)
-            if isinstance(value, int | float):
-                before = self._figures.get(figure.name, 0) if figure.over == "sum" else 0
-                self._figures[figure.name] = before + value
+    def _set(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._values[name] = Counter({"": value})
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         with self._lock:
             yield GaugeMetricFamily("cloister_running", "1 while a run goes on", float(self._running))
-            if not self._run:
-                return
-            counters = {
-                "rounds_done": ("Rounds that are done", {"": self._rounds}, ""),
-                "attempts_failed": ("Attempts at a sum that failed", {"": self._attempts_failed}, ""),
-                "sent_bytes": ("Bytes that a site was sent by the run's process", self._moved.sent, "site"),
-                "received_bytes": ("Bytes that came from a site", self._moved.received, "site"),
-                "phase_seconds": ("Seconds of finished rounds by phase", self._seconds, "phase"),
-            }
-            for name, (help_, values, label) in counters.items():
-                labels = ["run", label] if label else ["run"]
-                counter = CounterMetricFamily(f"cloister_{name}", help_, labels=labels)
-                for value, count in values.items():
-                    counter.add_metric([self._run, value][: len(labels)], count)
-                yield counter
-            gauges: dict[str, tuple[str, float | None]] = {
-                "rounds": ("Rounds of the plan", self._of or None),
-                "sites_connected": ("Sites that are connected", len(self._connected.sites)),
-                "sites_missing": ("Sites that are not connected", len(self._connected.missing)),
-                "epsilon": ("Largest epsilon of a site, by the coordinator's ledger", self._epsilon),
-                "epsilon_budget": ("Epsilon that the plan allows", self._budget),
-            }
-            for name, (help_, value_) in gauges.items():
-                gauge = GaugeMetricFamily(f"cloister_{name}", help_, labels=["run"])
-                if value_ is not None:
-                    gauge.add_metric([self._run], value_)
-                yield gauge
-            for figure in (*FIGURES, *EVALUATED):
-                if figure.name in self._figures:
-                    family = CounterMetricFamily if figure.over == "sum" else GaugeMetricFamily
-                    shown = family(f"cloister_{figure.name}", figure.named("token"), labels=["run"])
-                    shown.add_metric([self._run], self._figures[figure.name])
-                    yield shown
+            for name, (family, help_, label) in _FAMILIES.items() if self._run else ():
+                found = family(f"cloister_{name}", help_, labels=["run", label] if label else ["run"])
+                for value, count in self._values[name].items():
+                    found.add_metric([self._run, value] if label else [self._run], count)
+                yield found
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from cloister.protocol.identity.roster import (
     new_identity,
     save_identity,
 )
-from cloister.protocol.machine.storage import write_bytes, write_folder, write_new
+from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
 
 _SIGNING = "coordinator.key"
@@ -123,7 +123,7 @@ class Registry:
             RosterError: the folder is not empty, or the requests do not make a federation.
             StorageError: the disk refuses; nothing is left.
         """
-        check_empty(path)
+        check_empty(path, "folder", RosterError)
         keys = {name: new_key() for name in ("authority", "door")}
         authority = new_authority(keys["authority"], terms.name, now, terms.authority_days)
         der, signing = authority.public_bytes(Encoding.DER), new_identity()
@@ -288,21 +288,10 @@ class Registry:
     def _key(self, name: str) -> EllipticCurvePrivateKey:
         path = self.path / f"{name}.key"
         check_private(path, f"key of the {name}")
-        return key_from_pem(_read(path), str(path))
-
-
-def check_empty(path: Path) -> None:
-    """Check that a folder can be made at `path`: nothing is there, or an empty folder.
-
-    Raises:
-        RosterError: something is there.
-    """
-    try:
-        free = not path.is_symlink() and (not path.exists() or not any(path.iterdir()))
-    except OSError:
-        free = False
-    if not free:
-        raise RosterError("folder", str(path), expected="a new folder, or an empty one")
+        key = key_from_pem(_read(path))
+        if not isinstance(key, EllipticCurvePrivateKey):
+            raise CertificateError(str(path), expected="an unencrypted private ECDSA key in PEM")
+        return key
 
 
 def _names(address: str, more: Sequence[str]) -> list[str]:

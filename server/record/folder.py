@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.closing import Closing
-from cloister.protocol.machine.storage import lock, on_disk, write_bytes
-from cloister.protocol.plan import soundness
+from cloister.protocol.machine.storage import lock, on_disk, remove, write_bytes
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import from_json
 
 
 class _Inside:
@@ -204,10 +204,7 @@ class RunFolder(RunFiles, Closing):
         """
         with suppress(OSError):
             for entry in self.path.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+                remove(entry)
         self.close()
         if self._made:
             with suppress(OSError):
@@ -232,6 +229,12 @@ class RunFolder(RunFiles, Closing):
             file.write(json.dumps(dict(row)) + "\n")
 
 
+def free_path(folder: Path, name: str) -> Path:
+    """A path in a folder that nothing has: `name`, or `name-2` and so on."""
+    paths = (folder / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
+
+
 def checkpoint_file(folder: Path, round_number: int) -> Path:
     """The file of a round's model in a folder of checkpoints; round 0 is the initial model."""
     return folder / f"round-{round_number:05d}.safetensors"
@@ -243,19 +246,15 @@ def stored_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(number), path) for number, path in files.items() if number.isdecimal()))
 
 
-def read_plan(path: Path, parse: Callable[[bytes], Plan] = soundness.from_json) -> Plan:
+def read_plan(path: Path) -> Plan:
     """The plan of the run in a folder.
-
-    Args:
-        path: The folder.
-        parse: How the plan is checked; `soundness.recorded` where its run is only reported.
 
     Raises:
         RunFolderError: there is no run in it, or its plan cannot be read.
     """
     file = RunFiles(path).plan_file
     try:
-        return parse(file.read_bytes())
+        return from_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             str(path),

@@ -127,8 +127,7 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
-            here = files.sites.path.is_dir()
-            facts = {"run": secrets.token_hex(16), "simulated": here}
+            facts = {"run": secrets.token_hex(16), "simulated": files.sites.path.is_dir()}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)

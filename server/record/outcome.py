@@ -17,7 +17,7 @@ from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file
+from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.phases import added
 from cloister.server.record.progress import Observer, Preparing
@@ -132,8 +132,6 @@ def finish(folder: RunFolder, observe: Observer) -> None:
 
     Before that, what could open its last sum without noise is removed, if a crash has left it.
 
-    A final model without a record of its files, from before there was one, stays as it is if there is no checkpoint.
-
     Raises:
         RunFolderError: the checkpoint is missing or damaged.
         StorageError: the disk is full.
@@ -149,7 +147,7 @@ def finish(folder: RunFolder, observe: Observer) -> None:
             observe(Preparing(f"the check of the final model, {saved.size(final) / 1e9:.1f} GB"))
         why = saved.damage(final)
     else:
-        why = f"{saved.RECORD} is missing" if checkpoint_file(folder.checkpoints, last).exists() else ""
+        why = f"{saved.RECORD} is missing"
     if not why:
         return
     observe(Preparing(f"the final model again, from the last checkpoint: {why}"))

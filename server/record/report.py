@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -63,9 +61,8 @@ from cloister.privacy.report.report import (
     SiteRow,
 )
 from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
-from cloister.protocol.identity.roster import load_roster
+from cloister.protocol.machine.prerequisites import releases
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import recorded
 from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, run_history
 
@@ -90,7 +87,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     Raises:
         RunFolderError: there is no run in the folder, the run has not begun, or a file is missing or damaged.
     """
-    files, plan = RunFiles(path), read_plan(path, recorded)
+    files, plan = RunFiles(path), read_plan(path)
     history = run_history(files)
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
     account = _account(files, history, terms)
@@ -100,8 +97,8 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         created=_moment(clock()),
         plan_digest=plan.digest(),
         plan=json.dumps(json.loads(plan.to_json()), indent=2, ensure_ascii=False),
-        roster_hash=_roster_hash(files, plan, history),
-        versions=_versions(),
+        roster_hash=history.roster_hash,
+        versions=releases(_PACKAGES),
         unit=plan.privacy.unit,
         unit_in_words=claims.unit(plan),
         relation=claims.relation(plan),
@@ -528,8 +525,8 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     rows = []
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
-        named = {number for number, sites in history.survivors.items() if name in sites}
-        summed = rounds = frozenset(named.intersection(history.summed))
+        named = frozenset(number for number, sites in history.survivors.items() if name in sites)
+        summed = rounds = named.intersection(history.summed)
         if account.charged is not None and plan.privacy.dpsgd:
             rounds = account.charged.get(name, frozenset())
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
@@ -556,17 +553,8 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    ring_bits, groups = plan.aggregation.ring_bits, plan.aggregation.groups
-    found = plan.threshold()
+    ring_bits, groups, found = plan.aggregation.ring_bits, plan.aggregation.groups, plan.threshold()
     return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
-
-
-def _roster_hash(files: RunFiles, plan: Plan, history: RunHistory) -> str | None:
-    if history.roster_hash:
-        return history.roster_hash
-    if plan.aggregation.secure and files.sites.roster.exists():
-        return load_roster(files.sites.roster).hash.hex()
-    return None
 
 
 def _dimension(files: RunFiles) -> int:
@@ -596,17 +584,6 @@ def _audit(path: Path) -> AuditRow | None:
             expected=f"the result of an audit ({why})",
             fix="run the audit again, or remove the file",
         ) from error
-
-
-def _versions() -> dict[str, str]:
-    """The versions of the software that makes the report."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # an extra that is not installed
-    return found
 
 
 def _moment(seconds: float) -> str:

@@ -153,16 +153,21 @@ class _Sent:
             write_bytes(self._path, json.dumps(self._all).encode(), durable=False)
 
 
-def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
-    """Opens runs at Weights & Biases.
+class Wandb:
+    """A run at Weights & Biases.
 
     Args:
         project: The project there.
         folder: Where its own files are kept: those of an offline run are sent with `wandb sync`.
         offline: Whether to write files alone, without a network.
+        name: As for `Open`, like the others.
+        id: The run's identity there.
+        config: Its parameters.
     """
 
-    def opener(name: str, id: str, config: Mapping[str, str]) -> Tracker:
+    def __init__(
+        self, project: str, folder: Path, offline: bool, name: str, id: str, config: Mapping[str, str]
+    ) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when it opens a run
         check_extra("wandb", "tracking", EngineError, "--to", "wandb")
         import wandb
@@ -180,7 +185,7 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
             finish_timeout_raises=True,
         )
         with _accepted("wandb", wandb.Error, fix="log in with `wandb login`, or use --offline"):
-            run = wandb.init(
+            self._run = wandb.init(
                 project=project,
                 name=name,
                 id=id or secrets.token_hex(8),
@@ -190,38 +195,31 @@ def wandb_run(project: str, folder: Path, *, offline: bool) -> Open:
                 config=dict(config),
                 settings=settings,
             )
-        return _Wandb(run, wandb.Error)
-
-    return opener
-
-
-class _Wandb:
-    def __init__(self, run: Any, refusal: type[Exception]) -> None:
-        self._run = run
-        self._refusal = refusal
-
-    @property
-    def id(self) -> str:
-        return str(self._run.id)
+        self.id, self._refusal = str(self._run.id), wandb.Error
 
     def log(self, number: int, figures: Mapping[str, float]) -> bool:
+        """As `Tracker.log`."""
         self._run.log(dict(figures), step=number)
         return False  # it waits in a queue
 
     def close(self, *, finished: bool) -> None:
+        """As `Tracker.close`."""
         with _accepted("wandb", self._refusal, fix="run the command again, or use --offline"):
             self._run.finish(exit_code=0 if finished else 1)
 
 
-def mlflow_run(experiment: str, address: str) -> Open:
-    """Opens runs at an MLflow server.
+class Mlflow:
+    """A run at an MLflow server.
 
     Args:
         experiment: The experiment there.
         address: The server's, such as `http://127.0.0.1:5000`; empty: that of MLFLOW_TRACKING_URI.
+        name: As for `Open`, like the others.
+        id: The run's identity there.
+        config: Its parameters.
     """
 
-    def opener(name: str, id: str, config: Mapping[str, str]) -> Tracker:
+    def __init__(self, experiment: str, address: str, name: str, id: str, config: Mapping[str, str]) -> None:
         # Its own retries would last for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -248,9 +246,28 @@ def mlflow_run(experiment: str, address: str) -> Open:
                 except MlflowException:
                     client.delete_run(id)  # the next call makes another
                     raise
-        return _Mlflow(client, id, MlflowException, uri)
+        self._client, self.id, self._refusal, self._address = client, id, MlflowException, uri
 
-    return opener
+    def log(self, number: int, figures: Mapping[str, float]) -> bool:
+        """As `Tracker.log`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        with self._accepted():
+            self._client.log_batch(
+                self.id, [Metric(name, each, now, number) for name, each in figures.items()]
+            )
+        return True
+
+    def close(self, *, finished: bool) -> None:
+        """As `Tracker.close`."""
+        with self._accepted():
+            if finished:
+                self._client.set_terminated(self.id, "FINISHED")
+
+    def _accepted(self) -> AbstractContextManager[None]:
+        fix = "run the command again: it continues after the last round that was sent"
+        return _accepted("mlflow", self._refusal, fix=fix, address=self._address)
 
 
 def _check_address(uri: str) -> None:
@@ -266,37 +283,6 @@ def _check_address(uri: str) -> None:
             expected="the address of an MLflow server, such as http://127.0.0.1:5000, or MLFLOW_TRACKING_URI",
             fix="file:FOLDER and sqlite:///FILE are valid too",
         )
-
-
-class _Mlflow:
-    def __init__(self, client: Any, id: str, refusal: type[Exception], address: str) -> None:
-        self._client = client
-        self._id = id
-        self._refusal = refusal
-        self._address = address
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    def log(self, number: int, figures: Mapping[str, float]) -> bool:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        with self._accepted():
-            self._client.log_batch(
-                self._id, [Metric(name, each, now, number) for name, each in figures.items()]
-            )
-        return True
-
-    def close(self, *, finished: bool) -> None:
-        with self._accepted():
-            if finished:
-                self._client.set_terminated(self._id, "FINISHED")
-
-    def _accepted(self) -> AbstractContextManager[None]:
-        fix = "run the command again: it continues after the last round that was sent"
-        return _accepted("mlflow", self._refusal, fix=fix, address=self._address)
 
 
 @contextmanager

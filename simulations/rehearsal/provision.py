@@ -17,9 +17,9 @@ from cloister.clients.setup.enrolment import consider, install, make_request
 from cloister.protocol.errors import RosterError
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import check_distinct
-from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.machine.storage import check_empty, write_folder
 from cloister.protocol.plan.settings import Section, Settings
-from cloister.server.federation.registry import Name, Registry, Terms, check_empty
+from cloister.server.federation.registry import Name, Registry, Terms
 
 
 class SiteSection(Section):
@@ -53,7 +53,7 @@ def provision(settings: Provision, out: Path, now: datetime.datetime) -> Federat
         CloisterError: the folder is not empty, or a name is taken or not allowed.
         StorageError: the disk refuses; nothing is left.
     """
-    check_empty(out)
+    check_empty(out, "folder", RosterError)
     names: list[tuple[str | bytes, str]] = [(site.name.casefold(), site.name) for site in settings.site]
     check_distinct("site.name", "site for each name", names)
     made: list[Federation] = []

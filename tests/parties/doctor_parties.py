@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cloister.protocol.identity.address import free_port, port_of
-from cloister.protocol.identity.certificates import certificate_to_pem, issue, key_from_pem
+from cloister.protocol.identity.certificates import certificate_to_pem, issue
 from cloister.server.door.door import Door, ServerCertificate
 from cloister.server.federation.registry import Registry
 from cloister.simulations.rehearsal.provision import PROVISION, provision
@@ -128,9 +128,7 @@ class Rehearsal:
     def reissue(self, names: list[str], made: datetime.datetime = NOW, days: int = 398) -> None:
         """Replace the certificate of the door."""
         folder, registry = self.coordinator, self.registry
-        authority, own = (
-            key_from_pem((folder / f"{name}.key").read_bytes(), name) for name in ("authority", "door")
-        )
+        authority, own = registry._key("authority"), registry._key("door")
         certificate = issue(registry.certificate("authority"), authority, own, names, made, days)
         (folder / "door.pem").write_bytes(certificate_to_pem(certificate))
 

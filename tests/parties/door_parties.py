@@ -38,7 +38,6 @@ from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.identity.certificates import (
     certificate_to_pem,
     issue,
-    key_from_pem,
     key_to_pem,
     new_authority,
     new_key,
@@ -90,13 +89,13 @@ class Authority:
 
     def __init__(self) -> None:
         key = new_key()
-        self._key = key_to_pem(key)
+        self._key = key
         self.der = new_authority(key, "tests", _LONG_AGO, 2 * _DAYS).public_bytes(Encoding.DER)
 
     def server(self, *names: str, days: int = _DAYS, now: datetime.datetime = _NOW) -> ServerCertificate:
         """A certificate for a server with these names, the loopback address if there are none."""
         key = new_key()
-        authority, by = read_certificate(self.der, "tests"), key_from_pem(self._key, "tests")
+        authority, by = read_certificate(self.der, "tests"), self._key
         made = issue(authority, by, key, names or ("127.0.0.1", NAME), now, days)
         return ServerCertificate(certificate_to_pem(made), key_to_pem(key))
 

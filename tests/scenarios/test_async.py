@@ -529,7 +529,8 @@ def test_requests_outlive_others_at_the_door(tmp_path: Path) -> None:
         connected(channel, fast, tmp_path),
         connected(channel, slow, tmp_path),
     ):
-        nodes = {site.name: site.node for site in channel.connected()}
+        there = zip(channel.nodes(), channel.connected(), strict=True)
+        nodes = {site.name: node for node, site in there}
         coming = [{node: contribute(model) for node in nodes.values()}]
         stream = channel.stream(lambda: coming.pop() if coming else {}, WAIT_S, group="1")
         for number in range(1, 4):

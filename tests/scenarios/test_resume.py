@@ -268,24 +268,6 @@ def test_a_damaged_final_model_is_refused_and_rebuilt(
     assert "final model" not in ran(capsys, "resume", str(run), "--json")[2]
 
 
-def test_a_final_model_from_before_there_were_records_goes_on_to_work(
-    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole["run"], run)
-    intact = files_of(run / "final")
-    (run / "final" / "saved.json").unlink()
-    old = files_of(run / "final")
-    (run / "checkpoints").rename(tmp_path / "checkpoints")
-    assert found(capsys, "resume", str(run))["params_sha256"] == whole["params_sha256"]
-    assert files_of(run / "final") == old
-    (tmp_path / "checkpoints").rename(run / "checkpoints")
-    cut(run / "final" / "model.safetensors")
-    assert f"cloister resume {run}" in lone_refusal(capsys, "generate", str(run), "--prompt", "patient")
-    assert found(capsys, "resume", str(run))["params_sha256"] == whole["params_sha256"]
-    assert files_of(run / "final") == intact
-
-
 def test_a_damaged_checkpoint_is_named(
     interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -343,17 +343,22 @@ def test_another_update_is_not_masked_in_its_place(
     attack = Attack(federation, clip=1.0)
     site = attack.sites[0] = open_site(federation, MESHES["shard"])
     inbox = attack.deal()[site.name]
-    mask = Team.mask
+    masking = Team.masking
 
-    def replaced(self: Team, secure: Any, pieces: list[Any], path: Path, **options: Any) -> Any:
-        other = [(0, np.full(sum(piece.size for _, piece in pieces), 7, np.uint32))]
-        about = federation.sum_id()
-        Kept(site.config.folder, path.parent).keep(
-            about, lambda file: write_pieces(file, other), {"model": "another"}, durable=False
-        )
-        return mask(self, secure, pieces, path, **options)
+    def replaced(self: Team, path: Path, *more: Any) -> Any:
+        def mask(secure: Any, pieces: list[Any]) -> Any:
+            other = [(0, np.full(sum(piece.size for _, piece in pieces), 7, np.uint32))]
+            Kept(site.config.folder, path.parent).keep(
+                federation.sum_id(),
+                lambda file: write_pieces(file, other),
+                {"model": "another"},
+                durable=False,
+            )
+            return masking(self, path, *more)(secure, pieces)
 
-    monkeypatch.setattr(Team, "mask", replaced)
+        return mask
+
+    monkeypatch.setattr(Team, "masking", replaced)
     with raises(StepError, "update", says="not to change"):
         attack.contribute(site, inbox, clip=1.0)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.aggregation.secure.secure_sum import Answered
-from cloister.clients.state.attempt_files import AttemptFiles, Kept, Marks, State
+from cloister.clients.state.attempt_files import MASKED, AttemptFiles, Kept, Marks, State
 from cloister.protocol.errors import StorageError
 from cloister.protocol.messages.messages import Step
 from cloister.tests.tools.power import Power, killed_at
@@ -264,7 +264,7 @@ def test_a_damaged_slot_does_not_hide_that_a_vector_was_masked(
     """Nor if the next attempt at the round was begun, by a process that was killed before its mark."""
     with turn(folder) as files:
         state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
-        state = files.mark_masked(state, 1)
+        state = files.keep(files.mark_masked(state, 1), (MASKED, b"digest"))
         if begun:
             with killed_at(5, monkeypatch) as ended:
                 files.begin(state, Kept((1, 1), (1, 2), SEED, (BEGIN,)))

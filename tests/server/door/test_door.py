@@ -429,7 +429,8 @@ def test_memory_does_not_grow_with_sites(tmp_path: Path) -> None:
                 for index in range(number):
                     site = Answering(f"site-{number}-{index}", vector)
                     stack.enter_context(connected(channel, site, tmp_path))
-                nodes = [each.node for each in channel.connected() if each.online]
+                there = zip(channel.nodes(), channel.connected(), strict=True)
+                nodes = [node for node, each in there if each.online]
                 most = 0
                 asked = channel.ask({node: contribute(model) for node in nodes}, WAIT_S, group="1")
                 for _, reply in asked:

@@ -483,7 +483,6 @@ def test_the_charge_of_an_update_that_was_lost_stands_for_no_other_site(
 def test_a_journal_that_does_not_name_the_sites_of_a_sum_carries_no_claim(
     small_plan: Path, tmp_path: Path
 ) -> None:
-    """That of a run in clear before its journal named them."""
     folder = run(small_plan, tmp_path / "run", *RECORD, "aggregation.secure=false", "run.rounds=1")
     assert verdict(gather(folder)).holds
     edit(folder / "journal.sqlite", f"DELETE FROM entries WHERE step = 'train {OPENING}'")
@@ -528,16 +527,6 @@ def test_sites_that_lied_are_told(copy: Path) -> None:
     row = next(row for row in report.sites if row.name == "site-001")
     assert "Left out after it lied in the secure sum in round 2: it <lied>." in row.notes
     assert "<lied>" not in to_html(report)
-
-
-def test_a_run_whose_plan_is_refused_today_is_reported(copy: Path) -> None:
-    path = RunFiles(copy).plan_file
-    plan = json.loads(path.read_bytes())
-    plan["simulation"]["per_site"] = True
-    path.write_text(json.dumps(plan))
-    with raises(RunFolderError, "plan.json", says="simulation.per_site"):
-        read_plan(copy)
-    assert gather(copy).epsilon is not None
 
 
 def test_an_audit_is_in_the_report_and_can_refute_it(copy: Path) -> None:
