@@ -175,7 +175,7 @@ def test_text_may_be_given_and_must_be_where_the_run_has_no_public_records(
     facts = found(capsys, "compress", run, "--prune", "0.5", "--text", text, "--out", target)
     assert facts["text"] == text
     assert math.isfinite(facts["after"]["loss"])
-    assert "expected a new or empty folder" in lone_refusal(
+    assert "expected a new folder, or an empty one" in lone_refusal(
         capsys, "compress", run, "--prune", "0.5", "--text", text, "--out", target
     )
     assert "a share between 0 and 1" in lone_refusal(capsys, "compress", run, "--prune", "1")

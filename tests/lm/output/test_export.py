@@ -232,7 +232,7 @@ def test_a_folder_is_written_whole_or_not_at_all(
 ) -> None:
     target = tmp_path / "model"
     (target / "mine").mkdir(parents=True)
-    assert "expected a new or empty folder" in lone_refusal(capsys, "export", str(copy), str(target))
+    assert "expected a new folder, or an empty one" in lone_refusal(capsys, "export", str(copy), str(target))
     (target / "mine").rmdir()
     said = lone_refusal(capsys, "export", whole["run"], str(target), "--merge")
     assert "--merge: expected a run that trained an adapter" in said
