@@ -294,18 +294,17 @@ def _own_ledgers(
 
 
 def most_charges(files: RunFiles) -> tuple[int, int]:
-    """The most charges of a site in a run: by the coordinator's ledger, and by that and the simulated sites' own.
+    """The most charges of a site in a run folder, by the coordinator's ledger; by that and the simulated sites' own.
 
     The second is more if a site's update was lost in a crash after its charge, and was made and charged again.
 
     Raises:
         LedgerError: a ledger is damaged.
     """
-    run = run_history(files).run
 
     def most(path: Path) -> int:
         entries = read_history(path).entries if path.is_file() else ()
-        paid = Counter(entry.charge.dataset for entry in entries if entry.charge.run == run)
+        paid = Counter((entry.charge.run, entry.charge.dataset) for entry in entries)
         return max(paid.values(), default=0)
 
     charged = most(files.ledger)
