@@ -765,6 +765,7 @@ def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_roun
 ) -> None:
     """6,400 messages in its sessions and uploads, which with those above makes 10,000."""
     monkeypatch.setattr(server_sites, "_BURST", 2**20)
+    monkeypatch.setattr(server_sites, "_SESSIONS", 2**20)
     draw = random.Random(8)
     letters = [Letter(id=bytes(32))]  # what the site was asked, the newest last
     over = threading.Event()
