@@ -215,7 +215,8 @@ class DoorSite:
         self._explain = explain
         self._jitter = jitter
         self._arrivals = Arrivals(folder, MOST_BYTES)
-        self._lasting: set[bytes] = set()
+        self._lasting = self._arrivals.names
+        """What stays until there is another model: after a start, what the process before has left."""
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         """Guards the fields below, and is notified when one changes."""

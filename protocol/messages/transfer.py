@@ -231,6 +231,11 @@ class Arrivals:
             raise TransferError("vector", name.hex(), expected="one that has arrived as a whole")
         return arrival
 
+    @property
+    def names(self) -> set[bytes]:
+        """The vectors of which there are files, those of an earlier process too."""
+        return {bytes.fromhex(path.stem) for path in self._folder.glob("*")}
+
     def retain(self, names: Collection[bytes]) -> None:
         """Remove all files but those of these vectors; what is mapped stays until it is dropped."""
         for name in [name for name in self._known if name not in names]:
