@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             stream.reconfigure(errors="replace")  # a character that the terminal cannot encode ends no run
     words = sys.argv[1:] if argv is None else argv
-    verb = next((word for word in words if not word.startswith("-")), "")
+    verb = next((word for word in words if not word.startswith("-") or word in ("-h", "--help")), "")
     parser = command_parser([verb]) if verb in VERBS else command_parser(options=False)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:

@@ -462,6 +462,14 @@ def test_a_missing_or_unknown_verb_is_one_line(
     assert part in line
 
 
+def test_help_before_a_verb_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help", VERBS[0]])
+    assert ended.value.code == 0
+    words = capsys.readouterr().out.split()
+    assert set(VERBS) <= set(words)
+
+
 def test_every_verb_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
     construct = argparse.ArgumentParser.__init__
