@@ -51,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             stream.reconfigure(errors="replace")  # a character that the terminal cannot encode ends no run
     words = sys.argv[1:] if argv is None else argv
-    verb = next((word for word in words if not word.startswith("-")), "")
-    parser = command_parser([verb]) if verb in VERBS else command_parser(options=False)
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:
-        arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
+    verb = next((word for word in words if not word.startswith("-") or word in ("-h", "--help")), "")
+    arguments = argparse.Namespace(traceback=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        # The imports of a verb take most of a second, in which Ctrl-C may come.
+        parser = command_parser([verb]) if verb in VERBS else command_parser(options=False)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
         code = int(arguments.act(arguments))
         sys.stdout.flush()  # a write that fails must fail here, inside the try
         return code

@@ -153,13 +153,13 @@ class AttemptFiles:
         return State(marks, kept if kept is not None and kept.now == marks.joined else None, end)
 
     def begin(self, state: State, kept: Kept) -> State:
-        """Join an attempt, durably; it replaces the previous one, which is wiped first.
+        """Join an attempt, durably; it replaces another one, which is wiped first.
 
         So a process that is killed in between leaves no beginning of the previous attempt, from which the site would
         answer its later steps again. The mark is written last: without it the attempt is not joined, and its first
         message joins it again.
         """
-        if state.end:
+        if state.end and kept != state.kept:
             state = self.end(state)
         header = (*kept.newest, *kept.now, kept.seed, kept.history)
         end = self._append(0, (header, *kept.log))

@@ -288,7 +288,8 @@ def _check_kind(path: Path) -> None:
 
 def _one_text(file: Path, most: float) -> Record:
     if file.exists() and not (file.is_file() and file.stat().st_size <= most):
-        raise DataError("data", str(file), expected=f"a text of at most {most} bytes")
+        limit = "" if most == math.inf else f" of at most {most} bytes"
+        raise DataError("data", str(file), expected=f"a file of text{limit}")
     try:
         return {"text": file.read_text(encoding="utf-8-sig")}
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -191,6 +191,9 @@ class _Server(ThreadingWSGIServer):
         finally:
             self._places.release()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing of a peer that stays silent or breaks off; errors of the metrics are logged by WSGI."""
+
 
 class _V6(_Server):
     address_family = socket.AF_INET6
@@ -200,7 +203,9 @@ def _of_this_machine(app: WSGIApplication) -> WSGIApplication:
     """Refuses requests by another name, as a page in a browser sends them whose name was made one of loopback."""
 
     def answered(environ: WSGIEnvironment, start: StartResponse) -> Any:
-        name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+        name = ""
+        with suppress(ValueError):  # no name, such as one with a single bracket
+            name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
         if name == "localhost" or _loopback(name):
             return app(environ, start)
         start("403 Forbidden", [])

@@ -9,6 +9,7 @@ Alternative refused: Flower's own simulation runtime, with an object store, a sc
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +73,7 @@ class LocalGrid(Carrier):
         ]
 
         self._queue: list[_Job] = []
-        """Waiting jobs."""
+        """Waiting jobs, those of earlier pushes first."""
         self._home: dict[int, int] = {}
         """For each site that has worked, the index of the worker that it had last."""
         self._jobs: dict[str, _Job] = {}
@@ -187,20 +188,25 @@ class LocalGrid(Carrier):
 
     def _take(self, index: int) -> _Job | None:
         """Dequeue a worker's next job, if one fits: of the earliest push, so that sites that are asked again and again
-        do not keep others waiting; of a site that it had last, of a new site, or of another worker's site. Where a job
-        of an earlier push does not fit yet, those of later ones wait for it."""
+        do not keep others waiting; of a new site or one that it had last, or of another worker's site. Where a job of
+        an earlier push does not fit yet, those of later ones wait for it."""
         busy = {job.node for job in self._working.values()}
         free = len(self._pool) - sum(self._slots[node - 1] for node in busy)
-        waiting = [job for job in self._queue if job.node not in busy]
-        earliest = min((job.push for job in waiting), default=0)
-        fitting = [job for job in waiting if job.push == earliest and self._slots[job.node - 1] <= free]
-        if not fitting:
-            return None
-        homes = [self._home.get(job.node) for job in fitting]
-        best = next(home for home in (index, None, *homes) if home in homes)
-        job = fitting[homes.index(best)]
-        self._queue.remove(job)
-        return job
+        found, earliest = None, 0
+        for job in self._queue if free > 0 else ():  # up to one that suits: thousands may wait
+            if job.node in busy:
+                continue
+            earliest = earliest or job.push
+            if job.push != earliest:
+                break
+            if self._slots[job.node - 1] <= free:
+                found = found or job
+                if self._home.get(job.node, index) == index:
+                    found = job
+                    break
+        if found is not None:
+            self._queue.remove(found)
+        return found
 
     def _assign(self, worker: Worker, job: _Job) -> None:
         """Give a job to an idle worker; if the worker has crashed, try once more with another worker."""
@@ -216,7 +222,7 @@ class LocalGrid(Carrier):
                 )
             else:
                 job.retried = True
-                self._queue.insert(0, job)
+                bisect.insort_left(self._queue, job, key=lambda each: each.push)
             return
         job.segments.release(job.message)
         self._working[worker] = job

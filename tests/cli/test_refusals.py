@@ -339,6 +339,17 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(
     assert "stopped; continue with" in capsys.readouterr().out
 
 
+def test_ctrl_c_during_the_imports_of_a_verb_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cloister.cli.main.import_module", interrupted)
+    assert main(["stop", "federation"]) == 130
+    assert capsys.readouterr().err == "cloister: interrupted\n"
+
+
 def test_commands_are_printed_as_a_shell_takes_them(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -460,6 +471,14 @@ def test_a_missing_or_unknown_verb_is_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert part in line
+
+
+def test_help_before_a_verb_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help", VERBS[0]])
+    assert ended.value.code == 0
+    words = capsys.readouterr().out.split()
+    assert set(VERBS) <= set(words)
 
 
 def test_every_verb_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,13 @@ def test_what_the_system_does_not_let_be_read_is_refused(suffix: str, tmp_path: 
         read_records(str(tmp_path))
 
 
+def test_a_folder_with_the_name_of_a_text_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with raises(DataError, "data", says="a file of text") as refused:
+        read_records(str(tmp_path))
+    assert "inf" not in str(refused.value).removeprefix(str(tmp_path))
+
+
 def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}')

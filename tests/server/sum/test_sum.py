@@ -1682,3 +1682,23 @@ def test_a_damaged_attempt_ends_and_the_next_one_is_joined(open_run: Callable[..
     total = run.sum(2)
     assert isinstance(total, Total)
     assert total.sites == 6
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_a_kill_while_an_attempt_is_joined_again_does_not_end_it(
+    open_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_cut: bool
+) -> None:
+    """At every call that writes: the first message of an attempt is repeated, and then once more."""
+    for call in itertools.count():
+        run = open_run(6)
+        with Power(run.folder / run.names[0], monkeypatch) as power:
+            begin = View(run, tmp_path / f"view {call}").message(Step.ADVERTISE)
+            said = content(asked(run, begin))
+            with killed_at(call, monkeypatch) as ended:
+                asked(run, begin)
+            if power_cut:
+                power.cut()
+            assert content(asked(run, begin)) == said
+        if not ended:
+            break
+    assert call
