@@ -318,7 +318,7 @@ class BufferedSum:
     """The sum of a buffer of FedBuff (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
 
     An update x_i has the coordinates that the round of its model trains: all, or a part (`lm/model/schedule.py`). With
-    the weight w_i of its site and its staleness s_i, the number of server steps since its model, the mean of coordinate
+    the weight w_i of its site and its staleness s_i, the number of rounds since its model, the mean of coordinate
     k is over the updates that have k:
 
         mean_k = (sum_i c_i w_i x_ik) / (sum_i c_i w_i),        c_i = 1 / sqrt(1 + s_i)

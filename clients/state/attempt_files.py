@@ -250,7 +250,7 @@ class AttemptFiles:
         if kept is None and end:  # it may have been joined; a power cut tears it or a slot, not both
             raise _unknown(self._folder / "attempt", "damaged, and a slot of marks too")
         joined = marks.joined if kept is None else max(marks.joined, kept.now)
-        if kept is None or kept.now[1] > 1 or any(step == MASKED for step, _ in kept.log):
+        if kept is None or kept.newest[0] == kept.now[0] or any(step == MASKED for step, _ in kept.log):
             # It, or an attempt before it, may have masked a vector of that round: so it has.
             marks = replace(marks, masked=max(marks.masked, joined[0]))
         marks = replace(marks, joined=joined)

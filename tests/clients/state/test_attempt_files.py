@@ -257,22 +257,25 @@ def test_the_other_files_know_what_a_damaged_slot_said(folder: Path, slot: int) 
             marks.write_bytes(whole)
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_damaged_slot_does_not_hide_that_a_vector_was_masked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, first: int
 ) -> None:
     """Nor if the next attempt at the round was begun, by a process that was killed before its mark."""
     with turn(folder) as files:
-        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
+        state = files.begin(files.state(None), Kept((0, 0), (1, first), SEED, (BEGIN,)))
         state = files.keep(files.mark_masked(state, 1), (MASKED, b"digest"))
         if begun:
             with killed_at(5, monkeypatch) as ended:
-                files.begin(state, Kept((1, 1), (1, 2), SEED, (BEGIN,)))
+                files.begin(state, Kept((1, first), (1, first + 1), SEED, (BEGIN,)))
             assert ended
     damaged = bytearray((folder / "marks").read_bytes())
     damaged[state.marks.writes % 2 * 4096 + 10] ^= 1
     (folder / "marks").write_bytes(damaged)
-    assert read(folder).marks == replace(state.marks, writes=state.marks.writes - 1, joined=(1, 1 + begun))
+    assert read(folder).marks == replace(
+        state.marks, writes=state.marks.writes - 1, joined=(1, first + begun)
+    )
 
 
 def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) -> None:
