@@ -22,7 +22,7 @@ from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.figures import at_most
-from cloister.protocol.errors import one_line
+from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.plan.plan import DataSection
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
@@ -196,8 +196,11 @@ def _epsilon(folder: RunFolder, outcome: Outcome) -> float | None:
     """The epsilon of the run, as its report states it."""
     if outcome.epsilon is None:
         return None
-    charged, most = most_charges(folder)
-    return outcome.epsilon if most <= charged else gather(folder.path).epsilon
+    try:
+        charged, most = most_charges(folder)
+        return outcome.epsilon if most <= charged else gather(folder.path).epsilon
+    except CloisterError:  # a damaged ledger ends no run: the report says what it is worth
+        return outcome.epsilon
 
 
 def _summary(folder: RunFolder, outcome: Outcome) -> Table:

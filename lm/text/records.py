@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
@@ -446,18 +445,23 @@ def _hub(source: str, split: str) -> Iterator[Any]:
     online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say what matters
     datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+        False  # else each load asks a server of the hub, which counts loads
+    )
     # Without a network it uses its cache alone: it would retry for half a minute.
-    offline = datasets.config.HF_HUB_OFFLINE or not online
-    with mock.patch.object(datasets.config, "HF_HUB_OFFLINE", offline):
-        try:
-            yield datasets
-        except Exception as error:  # datasets raises many types for a file that it cannot read
-            if not online:
-                expected = "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
-                raise DataError(
-                    "data", source, expected=expected, fix="download it first, or connect to the network"
-                ) from error
-            reason = " ".join(str(error).split())[:200]
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not online
+    try:
+        yield datasets
+    except Exception as error:  # datasets raises many types for a file that it cannot read
+        if not online:
+            expected = (
+                "an existing path, or a data set in the hub's local cache, because the hub cannot be reached"
+            )
             raise DataError(
-                "data", source, expected=f"a data set with a split {split!r} ({reason})"
+                "data", source, expected=expected, fix="download it first, or connect to the network"
             ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise DataError("data", source, expected=f"a data set with a split {split!r} ({reason})") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
