@@ -31,7 +31,8 @@ class Writes(NamedTuple):
     training: frozenset[str]
     """Those that a forward and backward pass in training mode writes to."""
     repeats: bool
-    """Whether a training pass does the same after an evaluation and after another training pass."""
+    """Whether a training pass does the same after an evaluation and after another training pass, and none makes a
+    parameter or buffer that was not there."""
 
 
 _KNOWN: dict[tuple[Any, ...], Writes | None] = {}
@@ -48,7 +49,7 @@ def writes_of(module: nn.Module, length: int, *, again: bool) -> Writes | None:
     Args:
         module: A causal LM or a classifier of transformers, with or without memory for its parameters.
         length: Tokens of a row.
-        again: Whether to train again after the evaluation; else `repeats` says nothing.
+        again: Whether to train again after the evaluation; else `repeats` says nothing of what depends on it.
 
     Returns:
         None if the passes cannot be followed without values, as with most mixtures of experts.
@@ -80,7 +81,9 @@ def _followed(module: nn.Module, length: int, *, again: bool) -> Writes | None:
         for wanted in (False, True)
     )
     later = [each.operations for mode, each in passes if mode][1:]
-    return Writes(evaluation, training, later[:1] == later[1:])
+    # What a pass makes of nothing is not put back, so the passes after it would find it.
+    made = dict(_named(empty)).keys() ^ dict(_named(module))
+    return Writes(evaluation, training, later[:1] == later[1:] and not made)
 
 
 class Kept:
@@ -203,14 +206,20 @@ def _pass(module: Any, names: dict[int, str], length: int, *, training: bool) ->
     """Take a row through a copy without values."""
     module.train(training)
     module.zero_grad(set_to_none=True)
-    seen, before = _Seen(names), dict(_named(module))
+    seen, before = _Seen(names), {name: (each, each.untyped_storage()) for name, each in _named(module)}
     tokens = torch.zeros(1, length, dtype=torch.long)
     with seen, torch.set_grad_enabled(training):
         logits = module(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
         if training:
             logits.float().sum().backward()
-    after = dict(_named(module))
-    seen.written |= {name for name in before.keys() | after if before.get(name) is not after.get(name)}
+    # Giving a tensor other data (`tensor.data = ...`) is no operation.
+    after = {name: (each, _storage(each)) for name, each in _named(module)}
+    seen.written |= before.keys() ^ after
+    seen.written |= {
+        name
+        for name, (tensor, storage) in before.items()
+        if name in after and (after[name][0] is not tensor or after[name][1] != storage._cdata)
+    }
     return seen
 
 

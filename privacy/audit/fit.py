@@ -43,8 +43,8 @@ _COMPARED = 4096
 """Releases that are compared with each other."""
 _AROUND = 8
 """Standard deviations around the mean size of a batch within which its law is taken; beyond is a failure."""
-_THETA = ((-1e3, 0.0), (0.0, 0.5))
-"""Where the exponent of a bound is looked for: the lower tail, and the upper one, which has none above 1/2."""
+_STEEPEST = 50.0
+"""Where the exponent of a bound is looked for, at a difference of one unit: then other sizes count no more."""
 _LARGEST = 256
 """Samples of a release whose magnitudes are compared, the largest: they are rare, so equal ones are rarer."""
 _EQUAL = 2.0**-18
@@ -158,10 +158,14 @@ class Draws:
         self._times = np.zeros(sizes.size, np.int64)
         self._spectrum = np.zeros(sizes.size // 2 + 1)
         self._drawn: list[npt.NDArray[np.int64]] = []
+        self._others: list[int] = []
+        self._beside = 0
         self._steps = 0
 
-    def see(self, drawn: npt.NDArray[np.int64]) -> None:
-        """Take a step: the indices of the units that were drawn."""
+    def see(self, drawn: npt.NDArray[np.int64], others: int = 0, of: int = 0) -> None:
+        """Take a step: the indices of the units that were drawn, and how many others, of how many in each step."""
+        self._others.append(others)
+        self._beside = of
         present = np.zeros(self.sizes.size)
         present[drawn] = 1
         self._times[drawn] += 1
@@ -206,20 +210,23 @@ class Draws:
         return Check("most units that two steps share", most, self.sizes.size * charged**2, p)
 
     def _sizes(self, charged: float) -> Check:
-        """The spread of the sizes of batches, over what is expected."""
-        law = binom(self.sizes.size, charged)
+        """The spread of the sizes of batches, with the other units, over what is expected."""
+        units = self.sizes.size + self._beside
+        law = binom(units, charged)
         mean, variance = law.stats()
         around = math.ceil(_AROUND * math.sqrt(variance))
-        first, last = max(0, math.floor(mean) - around), min(self.sizes.size, math.ceil(mean) + around)
+        first, last = max(0, math.floor(mean) - around), min(units, math.ceil(mean) + around)
         every = np.arange(first, last + 1)
         outside, weights = self._steps * float(law.cdf(first - 1) + law.sf(last)), law.logpmf(every)
         squares = (every - mean) ** 2 / variance
-        found = float(sum((len(drawn) - mean) ** 2 for drawn in self._drawn) / variance)
+        sizes = np.array([len(drawn) for drawn in self._drawn]) + self._others
+        found = float(((sizes - mean) ** 2).sum() / variance)
 
         def bound(theta: float) -> float:
             return self._steps * float(logsumexp(weights + theta * squares)) - theta * found
 
-        tails = (minimize_scalar(bound, bounds=each, method="bounded").fun for each in _THETA)
+        exponents = ((-_STEEPEST * float(variance), 0.0), (0.0, 0.5))  # of the lower and the upper tail
+        tails = (minimize_scalar(bound, bounds=each, method="bounded").fun for each in exponents)
         p = min(1.0, 2 * (outside + math.exp(min(0.0, *tails))))
         return Check("spread of the sizes of batches", math.sqrt(found / self._steps), 1.0, p)
 

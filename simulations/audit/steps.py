@@ -253,7 +253,7 @@ class CanaryTrainer(PrivateTrainer):
                 yield from real(sequences, units[units < self._real])
                 self.watched.know()
                 after = units[units >= self._real] - self._real
-                self._draws.see(after)
+                self._draws.see(after, len(units) - len(after), self._real)
                 canaries = self._included[after[after < len(self._included)]]
                 for first in range(0, len(canaries), self._rows):
                     yield one_hot(canaries[first : first + self._rows])

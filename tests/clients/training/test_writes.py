@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BigBirdConfig, PreTrainedConfig, ReformerConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.training.dpsgd import PrivateTrainer, check_method
+from cloister.lm.model import writes
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.writes import names_of
 from cloister.lm.text.data import Sequences
@@ -33,6 +35,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
+FORWARD: Any = LlamaMLP.forward
 LENGTH = 12
 CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**CONFIG, "num_key_value_heads": 1}
@@ -105,6 +108,54 @@ def test_a_unit_has_the_same_gradient_whatever_was_before_it() -> None:
     assert all(torch.equal(one, other) for one, other in zip(alone.gradients, after.gradients, strict=True))
     assert any(one.any() for one in alone.gradients)
     assert all(torch.equal(each, before[name]) for name, each in model.module.state_dict().items())
+
+
+def of_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = FORWARD(self, x) * (1 + self.state)
+    if self.training:
+        self.state.data = (x.detach().mean() * 5e4).clone()
+    return made
+
+
+def of_nothing(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = FORWARD(self, x)
+    if self.training:
+        made = made if self.state is None else made * (1 + self.state)
+        self.state = x.detach().mean() * 5e4
+    return made
+
+
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A Llama whose layers keep a trace of a pass in a buffer."""
+    construct: Any = LlamaMLP.__init__
+    forward = request.param
+
+    def constructed(self: Any, *arguments: Any, **settings: Any) -> None:
+        construct(self, *arguments, **settings)
+        self.register_buffer("state", None if forward is of_nothing else torch.zeros(()))
+
+    monkeypatch.setattr(LlamaMLP, "__init__", constructed)
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    monkeypatch.setattr(writes, "_KNOWN", {})
+
+
+@pytest.mark.parametrize("remembering", [of_data], indirect=True)
+def test_a_buffer_that_gets_other_data_is_put_back(remembering: None) -> None:
+    plan = plan_of("llama", LLAMA)
+    model = load_model(plan)
+    assert {name.rpartition(".")[2] for name in model.written} == {"state"}
+    trainer, data = PrivateTrainer(plan, model, CPU), some(6)
+    model.module.train()
+    with trainer.per_unit_gradients(model.trainable()) as gradients:
+        (alone,), (*_, after) = (list(gradients(data, np.array(units))) for units in ([5], [0, 3, 5]))
+    assert all(torch.equal(one, other) for one, other in zip(alone.gradients, after.gradients, strict=True))
+
+
+@pytest.mark.parametrize("remembering", [of_nothing], indirect=True)
+def test_a_model_whose_passes_make_a_buffer_is_refused(remembering: None) -> None:
+    with raises(ModelError, "model.name", says="an evaluation leaves as it is"):
+        load_model(plan_of("llama", LLAMA))
 
 
 @pytest.fixture

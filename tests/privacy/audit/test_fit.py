@@ -305,6 +305,22 @@ def test_honest_draws_fit_as_often_as_they_say(q: float) -> None:
     assert not any(misfits(checks) for checks in found)
 
 
+@pytest.mark.parametrize(("steps", "others"), [(3, 0), (20, 100_000)])
+def test_a_fixed_size_is_seen_of_three_steps_and_among_many_others(steps: int, others: int) -> None:
+    """Of which the others are counted alone."""
+    generator = np.random.default_rng(29)
+    honest, fixed = Draws(np.ones(100_000, np.int64)), Draws(np.ones(100_000, np.int64))
+    units = 100_000 + others
+    for _ in range(steps):
+        for seen, drawn in (
+            (honest, np.flatnonzero(generator.random(units) < 0.2)),
+            (fixed, generator.permutation(units)[: units // 5]),
+        ):
+            seen.see(np.sort(drawn[drawn >= others]) - others, int((drawn < others).sum()), others)
+    assert not misfits(honest.checks(0.2))
+    assert SIZES in problem(fixed.checks(0.2))
+
+
 @pytest.mark.parametrize(
     ("defect", "expected"),
     [
