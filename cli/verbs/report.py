@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write `report.html` and `report.json`, and print the claim and the paths."""
     folder = Path(arguments.run)
     output = folder if arguments.output is None else Path(arguments.output)
-    if output.exists() and not output.is_dir():
+    if output.exists() and not output.is_dir() and output != folder:
         raise CloisterError("--output", str(output), expected="a folder, not a file")
     from cloister.cli.show.card import claim_facts
 

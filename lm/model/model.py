@@ -25,6 +25,7 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -733,6 +734,8 @@ def _write(model: LanguageModel, staging: Path, final: Path) -> None:
             module.peft_config["default"].base_model_name_or_path = base
             module.save_pretrained(staging, save_embedding_layers=False)
         model.tokenizer.save_pretrained(staging)
+        for weights in staging.rglob("*.safetensors"):  # which are written for their owner alone
+            shutil.copymode(staging / "tokenizer_config.json", weights)
         saved.record(staging)
     finally:
         module.config.use_cache = False

@@ -589,11 +589,16 @@ def _split_units(
 
 
 def _nothing_learnable(data: DataSection, longest: int, count: int) -> DataError:
+    field, answer = {
+        "text": ("data.text_field", "check the records"),
+        "prompt": ("data.completion_field", "check the records"),
+        "messages": ("data.messages_field", "give the turns to be learned the role 'assistant'"),
+    }[data.format]
     return DataError(
-        f"data.{data.format}",
+        field,
         expected=f"at least one record with a learnable token in its first {longest} tokens, "
         f"but none of the {count} has one",
-        fix="raise data.sequence_length or check the records",
+        fix=f"raise data.sequence_length, or {answer}",
     )
 
 

@@ -632,7 +632,7 @@ class SelectionSection(Section):
 class SimulationSection(Section):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
-    source: str = "builtin:python-docs"
+    source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
     label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
     blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,3 +167,23 @@ def test_a_run_that_too_few_sites_finish_ends_with_the_reason_of_one(
     faults = set_options(["faults.update=1", "cohort.attempts=1"])
     line = refusal(capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), *faults)
     assert re.search(r"to finish in one of them \(site-00\d: .*faults.*\)", line), line
+
+
+def test_a_file_is_no_run(small_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected the folder of a run" in refusal(capsys, "report", str(small_plan))
+
+
+def test_chats_without_an_assistant_are_told_so(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}'
+    line = refusal(
+        capsys, "plan", "check", str(small_plan), *options(tmp_path, [turn] * 8, "data.format=messages")
+    )
+    assert "data.messages_field" in line
+    assert "the role 'assistant'" in line
+
+
+def test_others_may_read_a_saved_model(whole: dict[str, Any]) -> None:
+    modes = {path.stat().st_mode for path in (Path(whole["run"]) / "final").iterdir()}
+    assert len(modes) == 1

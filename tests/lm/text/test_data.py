@@ -89,7 +89,7 @@ def check(sequences: Sequences, length: int) -> None:
 def test_packed_text_is_the_documents_joined(texts: list[str], length: int) -> None:
     data = DataSection(sequence_length=length, held_out=0)
     if not any(texts):
-        with raises(DataError, "data.text", says="learnable"):
+        with raises(DataError, "data.text_field", says="learnable"):
             prepare([{"text": text} for text in texts], BYTES, data, seed=0)
         return
     prepared = prepare([{"text": text} for text in texts], BYTES, data, seed=0)
@@ -573,7 +573,7 @@ def test_a_plan_by_which_no_record_is_of_use_is_refused_to_the_owner_of_all_reco
         (
             owned([("a", "")]),
             {"owner": "who"},
-            "data.text",
+            "data.text_field",
             ("learnable", "64 tokens", "none of the 1"),
         ),
     ):
