@@ -116,24 +116,26 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     Raises:
         PlanError: the changes do not fit the plan.
     """
+    values = {
+        f"{name}.{field}": value for name, fields in sections.items() for field, value in fields.items()
+    }
     facts = json.loads(plan.to_json())
     if any(
-        facts[name][field] != sections[name][field]
-        for name, field in _LENGTHS
-        if field in sections.get(name, {})
+        values.get(f"{name}.{field}", facts[name][field]) != facts[name][field] for name, field in _LENGTHS
     ):
-        facts["privacy"] |= {
-            "noise_multiplier": terms.noise_multiplier,
-            "target_epsilon": None,
-            "budget": None,
+        values |= {
+            "privacy.noise_multiplier": terms.noise_multiplier,
+            "privacy.target_epsilon": None,
+            "privacy.budget": None,
         }
-    facts["server"] |= {"evaluation": NO_EVALUATION, "evaluation_sequences": None}
-    facts["simulation"] |= {"public": 0.0}  # records of the evaluation
-    for name, fields in sections.items():
-        facts[name] |= fields
-    local = facts["local"]
-    local["warmup_steps"] = min(local["warmup_steps"], facts["run"]["rounds"] * local["steps"] - 1)
-    return soundness.from_json(json.dumps(facts))
+    # No records of an evaluation are kept apart.
+    values |= {"server.evaluation": NO_EVALUATION, "simulation.public": 0.0}
+    rounds, steps = (
+        values.get(field, known)
+        for field, known in (("run.rounds", plan.run.rounds), ("local.steps", plan.local.steps))
+    )
+    values["local.warmup_steps"] = min(plan.local.warmup_steps, rounds * steps - 1)
+    return soundness.changed(plan, values)
 
 
 def house(folder: Path, like: SiteConfig, *, records: bool, **fields: Any) -> SiteConfig:
