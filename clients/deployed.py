@@ -84,6 +84,7 @@ class DeployedSite:
         """
         serving = threading.Thread(target=self._serve, name="door", daemon=True)
         with self._lock:
+            self._show()  # in place of what a process before has left
             serving.start()
             try:
                 while not stopped.wait(_HEARTBEAT_S):

@@ -63,6 +63,8 @@ class Absent(dict[str, str]):
     def event(self, event: progress.Event) -> None:
         """Follow the run."""
         match event:
+            case progress.Preparing("sites"):
+                self.clear()  # all are asked again
             case progress.NotJoined(site, reason):
                 self[site] = reason
             case progress.SiteAnswered(site=site):

@@ -184,6 +184,8 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _closed(read_config(Path(arguments.site)))
     if config.identity:
         check_private(Path(config.identity), "identity")
+    if config.policy:
+        load_policy(Path(config.policy))
     devices = None
     if arguments.only != "data":
         from cloister.cli.verbs.devices import Devices

@@ -680,4 +680,9 @@ def _error(error: grpc.RpcError) -> CloisterError:
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return UntrustedError("server", reason, expected="a certificate of the federation's authority")
     kind = _REFUSED.get(error.code(), DoorError)
-    return kind("session", expected=f"a coordinator that accepts it ({reason})")
+    fix = (
+        "if the federation has a newer version, install it: cloister site install"
+        if kind is MemberError
+        else ""
+    )
+    return kind("session", expected=f"a coordinator that accepts it ({reason})", fix=fix)

@@ -19,7 +19,7 @@ from cloister.clients.network.door import enrolling
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import CloisterError, DoorError, RosterError, UntrustedError
 from cloister.protocol.identity.address import host_of
-from cloister.protocol.identity.certificates import check_authority, issued_by, read_certificate
+from cloister.protocol.identity.certificates import check_authority, issued_by, names_of, read_certificate
 from cloister.protocol.identity.document import LONGEST
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
@@ -80,6 +80,15 @@ def enrol(address: str, request: Request) -> Enrolment:
             call.say(reveal=pb.Reveal(request=document, nonce=nonce))  # 4
             call.hear("waiting")
     except UntrustedError as error:
+        host, names = host_of(address), names_of(shown)
+        if "Hostname" in str(error.value) and host not in names:
+            raise UntrustedError(
+                f"certificate of {address}",
+                ", ".join(names),
+                expected=f"one for {host}",
+                fix="use the address of the federation, or let the coordinator add the name: cloister coordinator "
+                f"renew --certificate-name {host}",
+            ) from error
         raise UntrustedError(
             f"certificate of {address}",
             error.value or "of another authority",

@@ -53,7 +53,7 @@ def host_of(address: str) -> str:
         return check_host(found["six"] or found["name"])
     except RosterError:
         raise RosterError(
-            "address", address, expected="HOST:PORT, such as fl.example.org:9092 or [2001:db8::1]:9092"
+            "address", address, expected="HOST:PORT, such as fl.example.org:9443 or [2001:db8::1]:9443"
         ) from None
 
 

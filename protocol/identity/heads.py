@@ -99,8 +99,8 @@ class Heads:
             raise RestoredError(
                 "audit log",
                 f"{self.own().number} lines",
-                expected=f"line {head.number} as {peer} has seen it; the log is older, such as a restored backup",
-                fix=f"restore a newer copy of its folder; without one {peer} may remove the head that it keeps",
+                expected=f"line {head.number} as {peer} has seen it; this log is older, such as a restored backup",
+                fix=f"restore a newer copy of its folder; if there is none, {peer} can remove the head that it keeps",
             )
 
     def _head(self, line: Line) -> Head:

@@ -13,6 +13,8 @@ WAIT_S = 120.0
 
 PROGRAM = """
 import logging, sys, warnings
+from cloister.cli.show.display import Absent
+from cloister.server.record.progress import NotJoined, Preparing
 from cloister.cli.verbs.logs import log_to_stderr
 known = {"site": "a"}
 log_to_stderr("json", known)
@@ -60,3 +62,12 @@ def test_a_refusal_to_start_is_logged_too(tmp_path: Path) -> None:
     assert code == 2
     assert (line["level"], line["logger"]) == ("ERROR", "cloister")
     assert str(tmp_path / "none") in str(line["message"])
+
+
+def test_a_site_that_joins_a_later_process_is_not_absent() -> None:
+    """Before its answer is verified it has another name than its own."""
+    absent = Absent()
+    absent.event(NotJoined("node 1 (unverified name: a)", "ConsentError"))
+    assert absent
+    absent.event(Preparing("sites"))
+    assert not absent

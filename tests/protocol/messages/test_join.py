@@ -620,5 +620,12 @@ def test_a_site_checks_its_data_before_a_run(
     (key, found), *others = json.loads(capsys.readouterr().out).items()
     assert (key, others) == ("must_stay_at_this_site", []), "all counts are under the mark"
     assert (found["summary"], found["records"], found["left_out"]) == (line, 6, {"not readable": 1})
+    (tmp_path / "policy.toml").write_text("greatest_epsilom = 1.0\n")
+    with (tmp_path / "site.toml").open("a") as file:
+        file.write('policy = "policy.toml"\n')
+    assert main(call) == 2
+    assert "greatest_epsilom" in capsys.readouterr().err
+    (tmp_path / "policy.toml").unlink()
+    (tmp_path / "site.toml").write_text('name = "a"\ndata = "data.jsonl"\nstate = "state"\n')
     assert main([*call, "--set", "data.text_field=note"]) == 2
     assert f"({marked}0 records are used: 0 units to train on, 0 held out" in capsys.readouterr().err

@@ -334,6 +334,15 @@ def test_a_certificate_that_changes_is_refused(opened: Open, monkeypatch: pytest
             wait_for_approval(moved, "one", identity_of("one"), print)
 
 
+def test_a_host_that_the_certificate_does_not_name_is_told(opened: Open) -> None:
+    """It is no sign of a device between."""
+    address = opened.address.replace("127.0.0.1", "localhost")
+    with raises(UntrustedError, f"certificate of {address}") as refused:
+        enrol(address, asking("one"))
+    assert refused.value.value == "127.0.0.1, coordinator.example"
+    assert "--certificate-name localhost" in refused.value.fix
+
+
 def test_a_version_of_another_authority_is_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = enrol(opened.address, asking("one"))
     opened.approve("one", waiting.code)
