@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cli.show.display import Absent
+from cloister.server.record.progress import NotJoined, Preparing
+
 WAIT_S = 120.0
 
 PROGRAM = """
 import logging, sys, warnings
-from cloister.cli.show.display import Absent
-from cloister.server.record.progress import NotJoined, Preparing
 from cloister.cli.verbs.logs import log_to_stderr
 known = {"site": "a"}
 log_to_stderr("json", known)
