@@ -66,7 +66,7 @@ def partition(
         DataError: a site would have too few, the field is not named, or a record lacks it.
     """
     if (most := len(records) // least) < sites:
-        fix = f"lower cohort.sites to {most} or add records" if most > 2 else "add records"
+        fix = f"lower cohort.sites to {most} or add records" if most > 1 else "add records"
         raise _too_few(most, f"{len(records)} records for {sites} sites", fix, least)
     field = simulation.field or field
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, sites])))
