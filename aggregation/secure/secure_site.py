@@ -485,7 +485,9 @@ class SecureSite:
         earlier = self._past.answered
         if earlier is None or (earlier.run, earlier.round) != (self.contract.run, self.attempt.round):
             return
-        if earlier.survivors != answered_digest(self.attempt.instructions, survivors):
+        if earlier.survivors != answered_digest(
+            self.contract.roster.hash, self.attempt.instructions, survivors
+        ):
             raise AnsweredError(
                 "survivors",
                 f"{len(survivors)} sites",
@@ -522,7 +524,7 @@ class SecureSite:
         held = self._received.held
         self_shares = tuple((site, held[site][0]) for site in survivors if site in held)
         mask_shares = tuple((site, held[site][1]) for site in request.dropouts if site in held)
-        answered = answered_digest(self.attempt.instructions, survivors)
+        answered = answered_digest(self.contract.roster.hash, self.attempt.instructions, survivors)
         mark = Answered(self.contract.run, self.attempt.round, self.attempt.attempt, answered)
         self.answered(mark)  # durable before the reply exists
         return self._finish(request, Reveal(ctx, self.name, self_shares, mask_shares))

@@ -182,9 +182,9 @@ def share_hash(ctx: bytes, share: bytes, *, sender: str, holder: str) -> bytes:
     return hashlib.sha256(pack("share", ctx, sender, holder, share)).digest()
 
 
-def answered_digest(instructions: bytes, survivors: tuple[str, ...]) -> bytes:
-    """The digest of the instructions and of U3 in a site's durable mark: the same in every attempt."""
-    return hashlib.sha256(pack("answered", instructions, survivors)).digest()
+def answered_digest(roster: bytes, instructions: bytes, survivors: tuple[str, ...]) -> bytes:
+    """The digest of the roster, of the instructions and of U3 in a site's durable mark: the same in every attempt."""
+    return hashlib.sha256(pack("answered", roster, instructions, survivors)).digest()
 
 
 def ring_dtype(ring_bits: int) -> np.dtype[np.unsignedinteger[Any]]:

@@ -543,7 +543,8 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
 def _written(plan: Plan, module: nn.Module) -> frozenset[str]:
     """`LanguageModel.written`; refuses models whose weights an evaluation changes, or whose training depends on it."""
     private = plan.privacy.dpsgd
-    writes = writes_of(module, plan.data.sequence_length if private else 2, again=private)
+    length, rows = (plan.data.sequence_length, plan.local.batch_size) if private else (2, 1)
+    writes = writes_of(module, length, rows=rows, again=private)
     if writes is None:
         return names_of(module)
     changed = sorted(writes.evaluation & {name for name, _ in module.named_parameters()})

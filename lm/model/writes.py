@@ -40,7 +40,7 @@ _KNOWN: dict[tuple[Any, ...], Writes | None] = {}
 _MOST_KNOWN = 32
 
 
-def writes_of(module: nn.Module, length: int, *, again: bool) -> Writes | None:
+def writes_of(module: nn.Module, length: int, *, rows: int = 1, again: bool) -> Writes | None:
     """What the passes of a model that was just built write to; the module and the random state are not touched.
 
     Passes without values follow from the structure of the module and its configuration, so they are taken once for
@@ -49,21 +49,22 @@ def writes_of(module: nn.Module, length: int, *, again: bool) -> Writes | None:
     Args:
         module: A causal LM or a classifier of transformers, with or without memory for its parameters.
         length: Tokens of a row.
+        rows: Most rows of a pass; passes with one row are followed too.
         again: Whether to train again after the evaluation; else `repeats` says nothing of what depends on it.
 
     Returns:
         None if the passes cannot be followed without values, as with most mixtures of experts.
     """
     shapes = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in _named(module))
-    key = (repr(module), repr(getattr(module, "config", None)), shapes, length, again)
+    key = (repr(module), repr(getattr(module, "config", None)), shapes, length, rows, again)
     if key not in _KNOWN:
         while len(_KNOWN) >= _MOST_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[key] = _followed(module, length, again=again)
+        _KNOWN[key] = _followed(module, length, rows, again=again)
     return _KNOWN[key]
 
 
-def _followed(module: nn.Module, length: int, *, again: bool) -> Writes | None:
+def _followed(module: nn.Module, length: int, rows: int, *, again: bool) -> Writes | None:
     """As `writes_of`, by passes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -73,17 +74,22 @@ def _followed(module: nn.Module, length: int, *, again: bool) -> Writes | None:
         try:
             empty, names = _without_values(module, without)
             with without:
-                passes = [(mode, _pass(empty, names, length, training=mode)) for mode in modes]
+                passes = [
+                    (mode, _pass(empty, names, (size, length), training=mode))
+                    for size in sorted({1, rows})
+                    for mode in modes
+                ]
         except Exception:  # an operation that asks for a value raises one of many types
             return None
     evaluation, training = (
         frozenset().union(*(each.written for mode, each in passes if mode == wanted))
         for wanted in (False, True)
     )
-    later = [each.operations for mode, each in passes if mode][1:]
+    trained = [each.operations for mode, each in passes if mode]
+    later = [trained[at : at + 3][1:] for at in range(0, len(trained), 3)] if again else []
     # What a pass makes of nothing is not put back, so the passes after it would find it.
     made = dict(_named(empty)).keys() ^ dict(_named(module))
-    return Writes(evaluation, training, later[:1] == later[1:] and not made)
+    return Writes(evaluation, training, all(one == other for one, other in later) and not made)
 
 
 class Kept:
@@ -202,12 +208,12 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         return func(*args, **(kwargs or {}))
 
 
-def _pass(module: Any, names: dict[int, str], length: int, *, training: bool) -> _Seen:
-    """Take a row through a copy without values."""
+def _pass(module: Any, names: dict[int, str], shape: tuple[int, int], *, training: bool) -> _Seen:
+    """Take rows through a copy without values."""
     module.train(training)
     module.zero_grad(set_to_none=True)
     seen, before = _Seen(names), {name: (each, each.untyped_storage()) for name, each in _named(module)}
-    tokens = torch.zeros(1, length, dtype=torch.long)
+    tokens = torch.zeros(*shape, dtype=torch.long)
     with seen, torch.set_grad_enabled(training):
         logits = module(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
         if training:

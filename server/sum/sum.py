@@ -206,7 +206,7 @@ def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], out: set[str],
 
 
 def _sums_before(party: Party, wanted: Wanted, sites: set[str]) -> int:
-    """The earlier sums of the same purpose for which all of some sites were drawn together, by the plan.
+    """The earlier sums of the same purpose for which the same sites in complaints were drawn together, by the plan.
 
     The number of the round would not do: where cohorts take turns, or evaluations are due every second round, it gives
     the turn to the same site each time.
@@ -215,7 +215,12 @@ def _sums_before(party: Party, wanted: Wanted, sites: set[str]) -> int:
     if not sites:
         return 0
     due = range(1, number) if purpose == TRAIN else filter(party.plan.evaluates, range(number))
-    return sum(any(sites.issubset(group) for group in party.groups(purpose, each)) for each in due)
+
+    def same(group: Iterable[str]) -> bool:
+        could = [site for site in group if site not in party.left_out]
+        return involved(party.complaints, could) == sites
+
+    return sum(any(map(same, party.groups(purpose, each))) for each in due)
 
 
 def _kind(plan: Plan) -> type[Plain]:

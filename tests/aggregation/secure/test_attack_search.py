@@ -232,7 +232,8 @@ class ForgetsTheModel(SecureSite):
     """The mark binds the survivors and not the model."""
 
     def _check_earlier(self, survivors: tuple[str, ...]) -> None:
-        known = {answered_digest(model, survivors) for model in (MODEL, OTHER_MODEL)}
+        roster = self.contract.roster.hash
+        known = {answered_digest(roster, model, survivors) for model in (MODEL, OTHER_MODEL)}
         earlier = self._past.answered
         if earlier is None or earlier.survivors not in known:
             super()._check_earlier(survivors)

@@ -147,7 +147,7 @@ def test_a_private_run_claims_what_an_independent_accountant_finds(record: Path)
     assert "one text, of which the first 64 tokens are used" in claim.sentence
     assert "adding or removing one such text" in claim.sentence
     assert any("budget" in item and "Rounds 3 to 3" in item for item in report.not_covered)
-    assert any("one machine with one owner" in item for item in report.trusted)
+    assert any("one machine or cluster with one owner" in item for item in report.trusted)
     assert all(row.loss is not None and 0 < row.loss < 8 for row in report.rounds)
 
 
@@ -443,7 +443,7 @@ def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resum
     problem = no_claim(copy)
     assert "the sites' own ledgers hold no charge for site-" in problem
     assert beyond_a_trial(RunFiles(copy), terms) == problem
-    assert any("one machine with one owner" in item for item in gather(copy).trusted)
+    assert any("one machine or cluster with one owner" in item for item in gather(copy).trusted)
     edit(journal, "DELETE FROM entries WHERE step = 'finished' OR step = 'done' AND round = 2")
     assert main(["resume", str(copy)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
