@@ -74,9 +74,10 @@ class TwoNodes:
         return [int(child) for child in children if title(int(child)) not in ("", *AGENTS)]
 
     def busy(self) -> list[str]:
-        """What the processes of workers are called that work, or belong to a run."""
+        """What the processes of workers are called that work, or belong to a run: Ray names each that has begun, and
+        starts some ahead, which have the name of their program until then."""
         titles = [title(process) for node in self.raylets for process in self.workers(node)]
-        return [each for each in titles if each != "ray::IDLE"]
+        return [each for each in titles if each.startswith("ray::") and each != "ray::IDLE"]
 
 
 def title(process: int) -> str:
