@@ -43,7 +43,7 @@ from cloister.tests.parties.door_parties import Raw, Relay, said
 
 pytestmark = [pytest.mark.deployment, pytest.mark.timeout(1200)]
 
-ROUNDS = 8
+ROUNDS = 40
 HELD_S = 4.0
 """Seconds for which an attacker holds what it has opened."""
 STRANGER, MEMBER = "127.0.0.2", "127.0.0.3"
