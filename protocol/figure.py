@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Better = Literal["lower", "higher", ""]
 Over = Literal["last", "least", "greatest", "mean", "sum", ""]
 
 
@@ -25,6 +26,8 @@ class Figure:
     """Python's format of a value, or what formats it."""
     unit: str = ""
     """As `label`; empty: a count or a ratio, or the format says it."""
+    better: Better = ""
+    """Which values are better, if any are."""
     column: str = ""
     """Heading of its column in the table of a running simulation; empty: it has none."""
     over: Over = ""
@@ -33,6 +36,8 @@ class Figure:
     """Whether 0 is shown."""
     in_line: bool = True
     """Whether the line of a round has it."""
+    shared: bool = True
+    """Whether it may leave a site: it comes from a sum. Others are for the persons of the site."""
 
     def shown(self, value: Any) -> str:
         """A value for readers, without the label; empty where there is none to show."""

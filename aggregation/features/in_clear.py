@@ -153,9 +153,11 @@ FEATURE = Feature(
     site=_AtSite,
     coordinator=_AtCoordinator,
     figures=(
-        Figure("train_loss", "training loss", ".3f", unit="nats per {label}", column="train loss"),
+        Figure(
+            "train_loss", "training loss", ".3f", unit="nats per {label}", better="lower", column="train loss"
+        ),
         Figure("tokens", "{label}s learned from", ",", over="sum", in_line=False),
-        Figure("clipped", "coordinates clipped", ",", over="sum", zero=False),
+        Figure("clipped", "coordinates clipped", ",", better="lower", over="sum", zero=False),
     ),
     layout=layout,
 )

@@ -117,7 +117,7 @@ class Site:
     taken: Path | None = None
     """The folder of the vectors of the reply that was taken last: they stay until the site is asked for another."""
     rate: Rate = field(default_factory=lambda: Rate(_BURST, _RATE))
-    sessions: Rate = field(default_factory=lambda: Rate(_SESSIONS, 1 / _SESSION_S))
+    sessions: Rate = field(default_factory=lambda: Rate(_SESSIONS, 1 / _SESSION_S, "sessions"))
     sent: int = 0
     """Bytes of vectors that it was sent in the present run."""
     received: int = 0

@@ -135,9 +135,7 @@ class Flower:
         until = time.monotonic() + WAIT_S
         while not done():
             assert time.monotonic() < until, (self.folder / "flower-superlink.log").read_text()[-4000:]
-            time.sleep(
-                0.5
-            )  # not an event: SuperLink and SuperNodes are other programs, which leave files alone
+            time.sleep(0.5)  # not an event: Flower's programs are others, which leave files alone
 
 
 def state(sites: Path) -> dict[str, bytes]:

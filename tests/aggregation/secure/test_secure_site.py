@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +48,7 @@ from cloister.protocol.errors import (
     TooFewSitesError,
     UpdateError,
 )
+from cloister.protocol.identity.roster import Card, Roster
 from cloister.protocol.messages.cohort import Draw
 from cloister.protocol.messages.messages import (
     NOTHING_CARRIED,
@@ -64,6 +66,7 @@ from cloister.protocol.messages.messages import (
     Unmask,
 )
 from cloister.protocol.plan.threshold import Parameters, Tolerance, assumed, parameters, tolerated
+from cloister.tests.parties import protocol_parties
 from cloister.tests.parties.protocol_parties import (
     LENGTH,
     MODEL,
@@ -872,6 +875,23 @@ def test_the_same_lie_succeeds_without_the_check(
     attack: Callable[[type[SecureSite]], None], refusal: type[SecureSumError], double: type[SecureSite]
 ) -> None:
     attack(double)
+
+
+def test_the_same_names_under_another_key_are_other_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colluder with the new key of a name is missing in the second sum: the difference of the sums is an update."""
+    first = Parties(5)
+    first.run()
+    marks = {name: written[0] for name, written in first.marks.items()}
+    Parties(5, attempt=2, earlier=marks).run()  # the same sum again
+    known = protocol_parties.identity
+
+    def renewed(name: str) -> Ed25519PrivateKey:
+        return known(f"{name} later" if name == "site-004" else name)
+
+    monkeypatch.setattr(protocol_parties, "identity", renewed)
+    later = Roster.of(Card.of(name, renewed(name)) for name in first.names)
+    with pytest.raises(AnsweredError):
+        Parties(5, attempt=2, earlier=marks, roster=later).run()
 
 
 def test_the_second_answer_is_refused_also_where_the_second_signature_is_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ from cloister.tests.privacy.report.test_report import (
 
 def text(parts: tuple[Part, ...]) -> str:
     return " ".join(" ".join((part.title, *part.lines)) for part in parts)
+
+
+def test_a_site_that_trained_in_no_round_took_no_part() -> None:
+    report = realistic()
+    first, *others = report.sites
+    idle = realistic(sites=(replace(first, rounds=0), *others))
+    assert f"{len(others)} sites took part" in text(plain(idle))
 
 
 def test_the_plain_page_has_the_figures_of_the_run_as_odds() -> None:

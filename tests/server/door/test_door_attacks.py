@@ -206,7 +206,9 @@ def test_sessions_of_a_site_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             with Raw(channel) as raw:
                 raw.open("site-1")
-        assert isinstance(why(tmp_path, entrance_at(channel.address)), DoorError)
+        refused = why(tmp_path, entrance_at(channel.address))
+        assert isinstance(refused, DoorError)
+        assert "sessions: expected at most" in str(refused)
         with connected(channel, Answering("site-2"), tmp_path):
             pass
 

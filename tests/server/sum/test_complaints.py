@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.server.sum.complaints import liars, suspects
+from cloister.protocol.messages.cohort import draw_of
+from cloister.protocol.messages.messages import TRAIN
+from cloister.protocol.plan.soundness import parse
+from cloister.server.sum.complaints import involved, liars, suspects
+from cloister.server.sum.sum import _sums_before
 
 SITES = tuple("abcdefgh")
 
@@ -96,6 +102,26 @@ def test_liars_do_not_keep_a_site_out_of_all_sums(complaints: set[tuple[str, str
     assert any(left_out <= {"g", "h"} for left_out in doubted)
     if len(set(map(frozenset, complaints))) == 1:
         assert sorted(map(sorted, doubted)) == [["a"], ["h"]]
+
+
+def test_turns_count_the_sums_in_which_the_same_sites_are_in_complaints() -> None:
+    """Where cohorts are drawn, a sum with one more site in complaints must not take a turn of the others."""
+    names = tuple(f"site-{number:02d}" for number in range(16))
+    plan = parse("", ["cohort.sites=16", "cohort.fraction=0.6", "run.rounds=40", "server.evaluation=none"])
+    draw, honest = draw_of(plan, TRAIN), names[0]
+    complaints = {(names[1], honest), (names[2], honest)}
+    party: Any = SimpleNamespace(
+        plan=plan, complaints=complaints, left_out={}, groups=lambda _, number: draw.divided(names, number)
+    )
+    turns: dict[frozenset[str], list[int]] = {}
+    for number in range(1, plan.run.rounds + 1):
+        (cohort,) = party.groups(TRAIN, number)
+        if doubted := involved(complaints, cohort):
+            wanted: Any = SimpleNamespace(purpose=TRAIN, round=number)
+            turns.setdefault(frozenset(doubted), []).append(_sums_before(party, wanted, doubted))
+    assert len(turns) == 3
+    for counted in turns.values():
+        assert counted == list(range(len(counted))), "each site of them has every turn"
 
 
 def test_no_site_stays_if_too_few_others_were_left_with_it() -> None:

@@ -74,17 +74,25 @@ class TwoNodes:
         return [int(child) for child in children if title(int(child)) not in ("", *AGENTS)]
 
     def busy(self) -> list[str]:
-        """What the processes of workers are called that work, or belong to a run: Ray names each that has begun, and
-        starts some ahead, which have the name of their program until then."""
-        titles = [title(process) for node in self.raylets for process in self.workers(node)]
-        return [each for each in titles if each.startswith("ray::") and each != "ray::IDLE"]
+        """The command lines of the processes of workers that work, or belong to a run, and of those that they left.
+
+        Ray starts workers ahead, and names a worker when it has begun: until then it is Ray's program of workers.
+        """
+        lines = [command_of(process) for node in self.raylets for process in self.workers(node)]
+        return [
+            each for each in lines if not each.startswith("ray::IDLE") and "default_worker.py" not in each
+        ]
+
+
+def command_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
 
 
 def title(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0].decode()
-    except OSError:
-        return ""
+    return command_of(process).partition(" ")[0]
 
 
 @pytest.fixture(scope="module")
