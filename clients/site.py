@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -51,7 +50,7 @@ from cloister.lm.text.records import check_source
 from cloister.lm.training.moments import Carry
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import BudgetError, DataError, PinnedError, PolicyError, StaleError, UpdateError
+from cloister.protocol.errors import BudgetError, DataError, PolicyError, StaleError, UpdateError
 from cloister.protocol.identity.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.machine.storage import sync_folders
 from cloister.protocol.messages.digest import instructions_digest
@@ -176,10 +175,14 @@ class Site:
         demands = self._demands(request.run)
         demands.check_new(plan, request.run)
         base = checked_base(request)
-        self._kept.check(request, bytes.fromhex(plan.digest()))  # before anything that is loaded is dropped
+        again = demands.has_joined(plan, request.run)
+        # Before anything that is loaded is dropped.
+        self._kept.check(request, bytes.fromhex(plan.digest()), again=again)
         loaded = self._load(plan, request.base_hash, lambda: base)
         if plan.aggregation.secure:
-            self._open_attempts(plan, request.run)  # first: where the plan is kept, these files must exist
+            self._open_attempts(
+                request.run, again=again
+            )  # first: where the plan is kept, these files must exist
         self._kept.remember(request, bytes.fromhex(plan.digest()), demands.membership)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         demands.take_consent(plan, request.run)
@@ -345,15 +348,13 @@ class Site:
     def _attempts_folder(self, purpose: Purpose, run: str) -> Path:
         return run_folder(self.config.folder, run) / "secure" / purpose
 
-    def _open_attempts(self, plan: Plan, run: str) -> None:
+    def _open_attempts(self, run: str, *, again: bool) -> None:
         """Create the files of a run's attempts at its first join; at a later one, check that they are there.
 
-        A site whose consent the run has taken, or that keeps its plan, and has lost those files, may have answered.
+        A site whose consent the run has taken (`again`), or that keeps its plan, and has lost those files, may have
+        answered.
         """
-        joined = self._kept.knows(run)
-        with contextlib.suppress(PinnedError):
-            self._demands(run).check(plan, run)
-            joined = True
+        joined = again or self._kept.knows(run)
         for purpose in (TRAIN, EVALUATE):
             folder = self._attempts_folder(purpose, run)
             if not joined:

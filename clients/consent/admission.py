@@ -76,6 +76,10 @@ class Admission:
         if self._config.policy:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
+    def has_joined(self, plan: Plan, run: str) -> bool:
+        """Whether the run has taken a consent to the plan."""
+        return run in self._consents(plan).runs(plan.digest())
+
     def take_consent(self, plan: Plan, run: str) -> None:
         """Take a consent to the plan for the run, durably: no other run takes it after this.
 

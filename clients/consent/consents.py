@@ -15,6 +15,7 @@ The consents to a plan are numbered, and the lowest free one is taken. The files
 Each is written whole and synced by the first process that needs it, the last one after the run has taken a consent
 durably. So where a process was killed and then the power was cut, only that one can be lost: every message of the run
 is refused until the site joins again, and the consent is not free. The files stay when the folder of a run is removed.
+A plan has no free consent while a folder of a run has joined it and no consent says so: the consents were lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import logging
 from itertools import count
 from pathlib import Path
 
-from cloister.clients.state.kept import run_id
+from cloister.clients.state.kept import joined_folders, run_id
 from cloister.protocol.errors import ConsentError, PinnedError, StorageError
 from cloister.protocol.machine.storage import sync_folders, write_bytes, write_new
 
@@ -104,9 +105,18 @@ class Consents:
         Raises:
             PinnedError: the site has joined the run with another plan.
             ConsentError: no consent is free.
+            StorageError: another run has joined with a consent that was lost.
         """
         self._check_plan(digest, run, _read(self._of_run(run)) or digest)
         runs = self.runs(digest)
+        lost = joined_folders(self._state, digest) - {run_id(each) for each in (run, *runs)}
+        if lost:
+            raise StorageError(
+                str(self._folder),
+                expected=f"the consent that the run in {self._state / 'runs' / min(lost)} has taken",
+                fix="restore the folder from a backup; if the site has answered nothing but the join of that run, "
+                "remove the run's folder",
+            )
         if run not in runs and not self.is_free(digest):
             raise self._refusal(digest, run, runs)
 
@@ -120,7 +130,7 @@ class Consents:
         Raises:
             PinnedError: the site has joined the run with another plan.
             ConsentError: no consent is free.
-            StorageError: it cannot be kept.
+            StorageError: it cannot be kept, or others were lost.
         """
         while run not in (runs := self.runs(digest)):
             self.check_free(digest, run)
@@ -177,3 +187,5 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise StorageError(str(path), expected=f"a consent that can be read ({error})") from error

@@ -66,6 +66,12 @@ def newest_plan(state: Path) -> str | None:
     return str(json.loads(found[-1].read_bytes())["plan"]) if found else None
 
 
+def joined_folders(state: Path, digest: str) -> set[str]:
+    """Names (`run_id`) of the folders of the runs that have joined the plan with a digest."""
+    found = (state / "runs").glob("*/joined.json")
+    return {path.parent.name for path in found if f'"digest": "{digest}"'.encode() in path.read_bytes()}
+
+
 class Kept:
     """A site's state folder.
 
@@ -100,13 +106,26 @@ class Kept:
             write_file(path, lambda temporary: save_vector(temporary, request.base))
         write_bytes(self._joined(request.run), json.dumps(joined).encode())
 
-    def check(self, request: Join, digest: bytes) -> None:
+    def check(self, request: Join, digest: bytes, *, again: bool = False) -> None:
         """Check that a join is the one that the site knows, if it has joined the run before.
+
+        Args:
+            request: The join.
+            digest: Digest of its plan.
+            again: Whether the run has taken a consent: then what `remember` kept must be whole. Without it the site
+                would go on under the roster of today, and not under the one with which it has joined.
 
         Raises:
             PinnedError: the site has joined that run with another plan or base.
+            StorageError: it has joined that run, and with what is lost.
         """
         known, joined = self._read(request.run), {"digest": digest.hex(), "base": request.base_hash.hex()}
+        if known is None and again:
+            raise StorageError(
+                str(self._joined(request.run)),
+                expected="the plan and roster with which this site has joined the run",
+                fix="restore the file from a backup; without it the site takes no part in the run",
+            )
         if known is not None and any(known[name] != joined[name] for name in joined):
             raise PinnedError(
                 "base model", request.base_hash.hex(), expected="the one that was joined in this run"

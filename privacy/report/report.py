@@ -229,7 +229,7 @@ class RunReport(_Strict):
     rounds: tuple[RoundRow, ...]
     """The rounds that are done, in order."""
     sites: tuple[SiteRow, ...]
-    """The sites."""
+    """The sites that are known, which may be fewer than those of the plan."""
     assumptions: tuple[str, ...]
     """What must be true for the guarantee to hold: sampling, honest survivors, arithmetic."""
     trusted: tuple[str, ...]
@@ -260,6 +260,8 @@ class RunReport(_Strict):
     """What a loss is per: a `token`, or a `text` that is classified."""
     search: str = ""
     """How the run was chosen as the best trial of a search, whose price epsilon then is; empty: it stands alone."""
+    federation: Count = 0
+    """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1
     """Version of this form."""
 
@@ -307,7 +309,7 @@ def verdict(report: RunReport) -> Verdict:
     A guarantee is claimed if all of these hold: there is a privacy unit, a finished round and a finite epsilon; the
     noise cannot be recomputed; the ledger verifies and holds charges; no row of the ledger is above the claim; no audit
     refutes the claim; epsilon is at most `LARGEST_EPSILON`; delta is below `UNCLAIMED_DELTA`; and with unit `site`
-    delta is below 1 over the number of sites.
+    delta is below 1 over the number of sites of the plan.
     """
     reason = _objection(report)
     if reason:
@@ -396,7 +398,7 @@ def _contradiction(report: RunReport, epsilon: float) -> str:
 def _weakness(report: RunReport, epsilon: float) -> str:
     """Why a guarantee of `epsilon` would be true but without practical protection; empty if it protects."""
     assert report.delta is not None
-    sites, published = len(report.sites), ""
+    sites, published = max(len(report.sites), report.federation), ""
     if report.delta >= UNCLAIMED_DELTA:
         published = "each unit with probability 1/100"
     elif report.unit == "site" and sites and report.delta >= 1 / sites:

@@ -115,6 +115,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
+        federation=plan.cohort.sites,
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
         trusted=claims.PROSE.said("trusted", plan, history.simulated),
         not_covered=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ from cloister.clients.consent.consents import Consents
 from cloister.clients.setup.config import read_config
 from cloister.clients.setup.templates import with_values
 from cloister.privacy.ledger.policy import load_policy
-from cloister.protocol.errors import CloisterError, ConsentError, PinnedError, PlanError
+from cloister.protocol.errors import CloisterError, ConsentError, PinnedError, PlanError, StorageError
 from cloister.protocol.plan.plan import Plan
 from cloister.tests.parties.federation import SKELLAM, Federation, changed, tiny
 from cloister.tests.tools.command import found, lone_refusal
@@ -161,6 +162,30 @@ def test_a_damaged_consent_is_no_consent(tmp_path: Path) -> None:
     for run in ("one", "two"):
         with pytest.raises(CloisterError):
             site.take(PLAN, run)
+    file.write_bytes(b"\xff")
+    for asked in (site.take, site.check, site.check_free):
+        with raises(StorageError, str(file)):
+            asked(PLAN, "one")
+
+
+def test_consents_that_are_lost_let_no_second_run_of_the_plan_in(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, tiny())
+    site = federation.joined()
+    shutil.rmtree(site.config.folder / "consents")
+    with raises(StorageError, str(site.config.folder / "consents")):
+        site.join(federation.join_request(run="another"))
+    site.join(federation.join_request())  # the same run goes on
+
+
+def test_a_run_whose_plan_and_roster_are_lost_is_not_joined_again(tmp_path: Path) -> None:
+    """The site would go on under the roster of today."""
+    federation = Federation(tmp_path, tiny())
+    site = federation.joined()
+    (file,) = site.config.folder.glob("runs/*/joined.json")
+    for lose in (lambda: file.write_bytes(b"{}"), file.unlink):
+        lose()
+        with raises(StorageError, str(file)):
+            site.join(federation.join_request())
 
 
 def test_the_newest_plans_that_were_asked_for_are_listed_with_their_cost(

@@ -208,6 +208,8 @@ def test_a_delta_that_a_run_which_publishes_one_site_would_meet_is_not_claimed(c
     sites = tuple(SiteRow(f"site-{at:03d}", 1, 5, 1.0) for at in range(count))
     met = realistic(unit="site", sites=sites, delta=1 / count)
     assert not verdict(met).holds
+    few = dataclasses.replace(met, sites=sites[:40])  # the others took no part
+    assert not verdict(dataclasses.replace(few, federation=count)).holds
     below = min(math.nextafter(1 / count, 0), math.nextafter(UNCLAIMED_DELTA, 0))
     assert verdict(dataclasses.replace(met, delta=below)).holds
     if count > 100:
