@@ -240,7 +240,10 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
 def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
-    abandoned = spoiled = 0
+    limit = min(
+        plan.cohort.attempts, plan.run.rounds - last
+    )  # a run in which each round is lost does not end well
+    lost, spoiled = list[int](), 0
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
         if party.members.newcomers():
@@ -259,26 +262,27 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
             return last, why
         last = number
         rows.report(result.facts())
-        if isinstance(result, RoundAbandoned) and result.spoiled:
+        if not isinstance(result, RoundAbandoned):
+            lost = []
+            continue
+        if len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
+            lost.append(number)
+        if result.spoiled:
             spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
-            if spoiled == min(plan.cohort.attempts, plan.run.rounds):
-                raise SpoiledError(
-                    f"round {number}",
-                    result.spoiled,
-                    expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
-                    "under masks",
-                    fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
-                    "or continue this run with the next round",
-                )
-        elif not isinstance(result, RoundAbandoned):
-            abandoned = 0
-        elif len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
-            abandoned += 1
-        if abandoned == plan.cohort.attempts:
+        if spoiled == limit:
+            raise SpoiledError(
+                f"round {number}",
+                result.spoiled,
+                expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
+                "under masks",
+                fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
+                "or continue this run with the next round",
+            )
+        if len(lost) == limit:
             raise QuorumError(
-                f"rounds {number - abandoned + 1} to {number}",
+                f"rounds {lost[0]} to {number}",
                 "given up",
-                expected="survivors that reveal their shares",
+                expected="survivors that reveal their shares, and totals that honest sites can have",
                 fix="see above which sites did not, and repair them; the run continues with the next round",
             )
     return last, ""

@@ -184,7 +184,7 @@ class Consents:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # as text it would have other ends of lines
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -354,7 +354,7 @@ class CohortSection(Section):
     in its first round, unless `cloister site check` has prepared it. With `mode = "async"` each site has its own
     timeout; a late site is asked again in the next round."""
     attempts: Count = 3
-    """Attempts at one round before the run stops."""
+    """Attempts at one round before the run stops, and rounds in a row that are lost after shares were asked for."""
 
     def handshake_s(self) -> float:
         """Timeout in seconds of each step of a masked attempt that carries no update."""

@@ -130,6 +130,9 @@ class Masked(Plain):
             self.party.complaints.update(new)
             detail = {"pairs": sorted(new)}
             self.party.journal.record(self.wanted.round, self.attempt.number, steps.COMPLAINED, detail)
+        for by, of in sorted(new):
+            reason = f"it could not open the share of {of}, so one of the two lies: one is left out by turns"
+            self.party.observe(SiteFailed(self.wanted.round, by, reason))
 
     def leave_out(self, liars: Mapping[str, str]) -> None:
         """Ask sites that lied for no other sum; durable, so that a resumed run does not ask them either."""

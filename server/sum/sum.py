@@ -141,6 +141,8 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         except (SecureSumError, UpdateError) as error:
             failures += 1
             apart, dropped = course.apart, course.dropped
+            if doubted:
+                dropped = f" (without {', '.join(sorted(doubted))}: see which site could not open the share of which)"
             trainings |= course.trainings
             noted = course.noted
             turns += bool(doubted)

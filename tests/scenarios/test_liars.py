@@ -158,6 +158,30 @@ def test_a_site_that_was_to_blame_is_asked_if_an_earlier_process_had_too_few_wit
     assert asked == [False, True]
 
 
+def test_who_complained_of_whom_is_shown_where_no_sum_is_possible_without_both(tmp_path: Path) -> None:
+    settings = ["cohort.sites=3", "run.rounds=2"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, *settings))
+    honest, _, liar = federation.names
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.site == liar and reply.statement is not None:
+            statement = dataclasses.replace(reply.statement, complaints=(honest,))
+            return dataclasses.replace(reply, statement=resigned(federation, statement))
+        return reply
+
+    federation.channel.tamper = lie
+    events: list[object] = []
+    with (
+        RunFolder.create(tmp_path / "run", federation.plan) as folder,
+        raises(QuorumError, "round 1") as raised,
+    ):
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    (failed,) = [event for event in events if isinstance(event, SiteFailed)]
+    assert failed.site == liar
+    assert honest in failed.reason
+    assert honest in raised.value.expected or liar in raised.value.expected
+
+
 def add_to_the_weight(federation: Federation, name: str, added: int) -> None:
     """Let a site say that its weight is larger, in the vector that it masks."""
     layout = Sums(federation.plan, federation.layout.size).training
@@ -202,6 +226,49 @@ def test_a_site_that_lies_in_its_weight_does_not_end_a_run_as_if_all_were_well(
         assert all(f"total of weight is {8 + added}" in event.spoiled for event in spoiled)
         assert raised.value.value == spoiled[-1].spoiled
         assert not [event for event in events if isinstance(event, RoundDone)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "attempts", "away", "lied", "stopped"),
+    [
+        (2, 3, {1, 2}, set(), 2),
+        (4, 3, {1, 2}, {3}, 3),
+        (8, 5, {1, 2, 4}, {3, 5}, 5),
+        (5, 3, {2, 4, 5}, set(), 0),
+    ],
+    ids=["fewer rounds than attempts", "after one another", "mixed", "one is done between"],
+)
+def test_rounds_that_are_lost_in_two_ways_in_a_row_stop_the_run(
+    tmp_path: Path, rounds: int, attempts: int, away: set[int], lied: set[int], stopped: int
+) -> None:
+    """A site of three, which tolerate no dropout, does not reveal, or lies in its weight."""
+    settings = [f"run.rounds={rounds}", f"cohort.attempts={attempts}", "aggregation.weighting=uniform"]
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, "cohort.sites=3", *settings))
+    bad = federation.names[0]
+    honest = federation.channel.sites[bad]
+    add_to_the_weight(federation, bad, 1)
+    liar = federation.channel.sites[bad]
+
+    def down(site: str, step: str, request: Request) -> bool:
+        return (
+            site == bad and step == "unmask" and not isinstance(request, Join) and request.sum.round in away
+        )
+
+    def before(_name: str, request: Request) -> None:
+        if not isinstance(request, Join):
+            federation.channel.sites[bad] = liar if request.sum.round in lied else honest
+
+    federation.channel.down, federation.channel.before = down, before
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        if stopped:
+            with raises(QuorumError, f"rounds 1 to {stopped}", says="given up"):
+                run(folder, federation.channel, events.append, roster=federation.roster)
+        else:
+            run(folder, federation.channel, events.append, roster=federation.roster)
+    lost = sorted(away | lied)
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == lost
+    assert len([event for event in events if isinstance(event, RoundDone)]) == (0 if stopped else 2)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

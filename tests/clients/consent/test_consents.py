@@ -45,7 +45,7 @@ def test_a_consent_is_taken_by_the_first_run_only(tmp_path: Path) -> None:
     site = consents(tmp_path / "state")
     for _ in range(2):  # it joins again, as after a restart of the coordinator
         site.take(PLAN, "one")
-    for renamed in ("two", "one ", "ONE", ""):
+    for renamed in ("two", "one ", "one\r", "ONE", ""):
         with pytest.raises(ConsentError):
             site.check_free(PLAN, renamed)
         with pytest.raises(ConsentError):
@@ -56,8 +56,9 @@ def test_a_consent_is_taken_by_the_first_run_only(tmp_path: Path) -> None:
     assert site.give(PLAN)
     site.take(PLAN, "one")
     assert not site.give(PLAN), "the run that has joined before takes no second one"
-    site.take(PLAN, "two")
-    assert site.runs(PLAN) == ["one", "two"]
+    site.take(PLAN, "two\r")
+    site.take(PLAN, "two\r")
+    assert site.runs(PLAN) == ["one", "two\r"]
 
 
 def test_no_plan_is_accepted_that_nobody_has_named(tmp_path: Path) -> None:
