@@ -441,8 +441,11 @@ def _check_public_sources(plan: Plan) -> None:
         ("public.source", plan.public.source, plan.public.split),
         ("server.evaluation", plan.server.evaluation, "train"),
     ):
-        same = source.startswith("builtin:") or Path(source).expanduser().exists() or split == records.split
-        if source and same and overlap(source, records.source, field):
+        # Only splits of the hub are apart, and only by name: `train[:9]`, `train+test` and `all` have records of others
+        names = {split, records.split}
+        hub = not source.startswith("builtin:") and not Path(source).expanduser().exists()
+        apart = hub and len(names) == 2 and "all" not in names and all(map(str.isidentifier, names))
+        if source and not apart and overlap(source, records.source, field):
             raise PlanError(
                 field,
                 source,

@@ -75,9 +75,9 @@ def charged_unit(plan: Plan) -> str:
     if plan.privacy.unit == "site":
         data, way = plan.simulation, plan.simulation.partition
         by = f" by the field {data.field!r}" if data.field else ""
-        by += f" with alpha {data.alpha:g}" if way == "dirichlet" else ""
+        by += f" with alpha {data.alpha!r}" if way == "dirichlet" else ""
         fixed = data.field and way in ("natural", "auto") and not data.public  # groups in order of size
-        drawn = "" if fixed else f", drawn with seed {plan.run.seed}, without a share of {data.public:g}"
+        drawn = "" if fixed else f", drawn with seed {plan.run.seed}, without a share of {data.public!r}"
         return f"one site of {plan.cohort.sites} of {data.source} ({data.split}), {way}{by}{drawn}"
     if plan.privacy.unit == "owner":
         return f"one owner, named by the field {plan.data.owner!r}"

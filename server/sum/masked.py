@@ -72,10 +72,11 @@ class Masked(Plain):
         finally:
             self.course.unopened = frozenset(coordinator.unopened)
             self.course.apart = bool(coordinator.behind)
-            self.complain(coordinator.complaints)
+            new = self.complain(coordinator.complaints)
             most = coordinator.attempt.parameters.colluders
             self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))
             self.leave_out(coordinator.liars)
+            self.show(new)
 
     def _steps(self, coordinator: SecureCoordinator) -> Asks[Opened]:
         # 2. Advertise.
@@ -122,17 +123,24 @@ class Masked(Plain):
         self.course.folded.update(statement.site for statement in kept[0])
         return coordinator.survivors()
 
-    def complain(self, complaints: frozenset[Complaint]) -> None:
-        """Note new complaints, durably."""
+    def complain(self, complaints: frozenset[Complaint]) -> frozenset[Complaint]:
+        """Note new complaints, durably, and return them."""
         new = complaints - self.party.complaints
         self.course.complained = bool(new)
         if new:
             self.party.complaints.update(new)
             detail = {"pairs": sorted(new)}
             self.party.journal.record(self.wanted.round, self.attempt.number, steps.COMPLAINED, detail)
-        for by, of in sorted(new):
-            reason = f"it could not open the share of {of}, so one of the two lies: one is left out by turns"
-            self.party.observe(SiteFailed(self.wanted.round, by, reason))
+        return new
+
+    def show(self, complaints: frozenset[Complaint]) -> None:
+        """Show the complaints in which no site is known to lie, by the site that is complained of."""
+        open_ = {pair for pair in complaints if self.party.left_out.keys().isdisjoint(pair)}
+        for site in sorted({of for _, of in open_}):
+            by = sorted(by for by, of in open_ if of == site)
+            more = f" and {len(by) - 3} more" if len(by) > 3 else ""
+            reason = f"{', '.join(by[:3])}{more} could not open its shares: one of each two lies"
+            self.party.observe(SiteFailed(self.wanted.round, site, reason))
 
     def leave_out(self, liars: Mapping[str, str]) -> None:
         """Ask sites that lied for no other sum; durable, so that a resumed run does not ask them either."""

@@ -34,7 +34,7 @@ one that fails would leave others with their requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
@@ -140,9 +140,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             opened = yield from under_way.run(needed)
         except (SecureSumError, UpdateError) as error:
             failures += 1
-            apart, dropped = course.apart, course.dropped
-            if doubted:
-                dropped = f" (without {', '.join(sorted(doubted))}: see which site could not open the share of which)"
+            apart, dropped = course.apart, _without(doubted) or course.dropped
             trainings |= course.trainings
             noted = course.noted
             turns += bool(doubted)
@@ -205,6 +203,12 @@ def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], out: set[str],
     turn = 1 + turns + _sums_before(party, wanted, involved(party.complaints, could))
     present = [site for site in party.present(could) if site not in out]
     return suspects(party.complaints, could, present, turn=turn, least=least)
+
+
+def _without(doubted: Collection[str]) -> str:
+    """Which sites an attempt left out because of complaints, for the error that ends a run; empty: none."""
+    names = ", ".join(sorted(doubted))
+    return f" (without {names}: see above which site could not open the shares of which)" if names else ""
 
 
 def _sums_before(party: Party, wanted: Wanted, sites: set[str]) -> int:

@@ -107,6 +107,17 @@ def test_a_hub_data_set_is_the_same_one_in_another_configuration() -> None:
     assert not overlap("letters/wards", "letters/ward", "public.source")
 
 
+@pytest.mark.parametrize(
+    ("own", "public"), [("train", "train[:90%]"), ("train+test", "test"), ("all", "train")]
+)
+def test_splits_of_a_hub_data_set_that_may_have_the_same_records_are_not_apart(own: str, public: str) -> None:
+    for splits in ((own, public), (public, own)):
+        settings = [f"simulation.split={splits[0]}", f"public.split={splits[1]}"]
+        same = ["simulation.source=letters/ward", "public.source=letters/ward"]
+        with raises(PlanError, "public.source", says="these are records of the sites"):
+            federation.divided(parse(TINY, [*CENTRAL, *same, *settings]))
+
+
 @pytest.mark.parametrize("other", ["builtin:python-docs", "builtin:python-stdlib"])
 def test_passages_of_a_corpus_are_records_of_it(other: str) -> None:
     passages = "builtin:python-passages"

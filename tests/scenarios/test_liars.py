@@ -177,8 +177,8 @@ def test_who_complained_of_whom_is_shown_where_no_sum_is_possible_without_both(t
     ):
         run(folder, federation.channel, events.append, roster=federation.roster)
     (failed,) = [event for event in events if isinstance(event, SiteFailed)]
-    assert failed.site == liar
-    assert honest in failed.reason
+    assert failed.site == honest
+    assert liar in failed.reason
     assert honest in raised.value.expected or liar in raised.value.expected
 
 
