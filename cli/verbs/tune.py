@@ -66,22 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
             fix="or --again DIR",
         )
 
-    console = PipedConsole(stderr=arguments.json)
-    if arguments.again is not None:
-        from cloister.simulations.search.tuning import SearchFolder
-
-        with SearchFolder.reopen(Path(arguments.again)) as folder:
-            return _tune(folder, arguments, console, new=False)
-
-    plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
-    check(plan, search)
-    if arguments.dry_run:
-        return _say_price(plan, search, arguments)
+    if arguments.again is None:
+        plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
+        check(plan, search)
+        if arguments.dry_run:
+            return _say_price(plan, search, arguments)
     from cloister.simulations.search.tuning import SearchFolder
 
-    out = folder_for(arguments.out, Path("runs"), f"{plan.run.name}-search")
-    with SearchFolder.create(out, plan, search) as folder:
-        return _tune(folder, arguments, console, new=True)
+    if arguments.again is not None:
+        folder = SearchFolder.reopen(Path(arguments.again))
+    else:
+        out = folder_for(arguments.out, Path("runs"), f"{plan.run.name}-search")
+        folder = SearchFolder.create(out, plan, search)
+    with folder:
+        return _tune(folder, arguments, PipedConsole(stderr=arguments.json))
 
 
 def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int:
@@ -100,7 +98,7 @@ def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int
     return tell(arguments, facts, *_opening(search, price))
 
 
-def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole, *, new: bool) -> int:
+def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole) -> int:
     from cloister.simulations.search.tuning import to_json, tune
 
     try:
@@ -115,7 +113,7 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedCon
         _say_how_to_continue(console, folder)
         raise
     except CloisterError:
-        if new and not folder.study.exists():
+        if arguments.again is None and not folder.study.exists():
             folder.discard()
         else:
             _say_how_to_continue(console, folder)

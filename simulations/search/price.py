@@ -132,11 +132,9 @@ def check_price(plan: Plan, price: Price) -> None:
 
 def _run(plan: Plan, values: Values) -> tuple[Event, ...]:
     """What a trial costs the dataset if it runs all its rounds."""
-    tried = trial_plan(plan, values)
-    try:
+    with of_trial(values):
+        tried = trial_plan(plan, values)
         terms = terms_of(tried, _dimension(tried))
-    except PlanError as error:
-        raise of_trial(error, values) from error
     assert terms is not None, "the plan has a unit"
     return DatasetLedger(tried).whole(terms)
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -200,46 +201,31 @@ def check(plan: Plan, search: Search) -> None:
     for parameter in search.parameter:
         for value in parameter.edges():
             values = {parameter.field: value}
-            tried = checked_plan(plan, values)
-            if parameter.field.startswith("model.config."):
-                _check_model(tried, values)
-    if search.sampler == "grid":
-        for point in search.grid():
-            checked_plan(plan, point)
+            with of_trial(values):
+                tried = trial_plan(plan, values)
+                if parameter.field.startswith("model.config."):
+                    from cloister.lm.model.model import count_parameters  # takes seconds to import
+
+                    count_parameters(tried)
+    for point in search.grid() if search.sampler == "grid" else ():
+        with of_trial(point):
+            trial_plan(plan, point)
 
 
-def checked_plan(plan: Plan, values: Values) -> Plan:
-    """The plan of a trial, whose error names the trial.
-
-    Raises:
-        PlanError: as `trial_plan`.
-    """
-    try:
-        return trial_plan(plan, values)
-    except PlanError as error:
-        raise of_trial(error, values) from error
-
-
-def _check_model(tried: Plan, values: Values) -> None:
-    """Refuse a trial whose model cannot be built.
+@contextmanager
+def of_trial(values: Values) -> Iterator[None]:
+    """Let an error name the trial by its settings.
 
     Raises:
-        PlanError: its configuration is not one of a model.
+        PlanError: in place of any error.
     """
-    from cloister.lm.model.model import count_parameters  # takes seconds to import
-
     try:
-        count_parameters(tried)
+        yield
     except CloisterError as error:
-        raise of_trial(error, values) from error
-
-
-def of_trial(error: CloisterError, values: Values) -> PlanError:
-    """An error of a trial's plan that names the trial by its settings."""
-    shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
-    return PlanError(
-        f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
-    )
+        shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
+        raise PlanError(
+            f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
+        ) from error
 
 
 def _check(search: Search) -> None:

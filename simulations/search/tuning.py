@@ -146,7 +146,7 @@ def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:
     with stored(folder.study):
         study = Study(folder.study, folder.search, folder.plan.run.rounds)
         folder.spent(study.trials())  # before another trial is run, which would make a lost ledger anew
-        _run(folder, engine, _Trials(folder, study, told))
+        _run(folder, engine, study, told)
         trials = study.trials()
     complete = [trial for trial in trials if trial.state == "complete"]
     return Found(min(complete, key=_rank, default=None), trials, folder.spent(trials))
@@ -157,66 +157,44 @@ def _rank(trial: Trial) -> tuple[float, int]:
     return loss, trial.number
 
 
-def _run(folder: SearchFolder, engine: Engine, source: _Trials) -> None:
-    """Run the trials of a study, at most `workers` at the same time."""
-    coming = True
+def _run(folder: SearchFolder, engine: Engine, study: Study, told: Told) -> None:
+    """Run the trials of a study, at most `workers` at the same time: first those that a killed process had begun."""
+    left = study.unfinished()
+
+    def end(number: int, state: State, reason: str) -> None:
+        """Keep how a trial has ended, and the loss of its final model, if it is a number."""
+        loss = outcome(folder.trial(number)).final_loss if state == "complete" else None
+        if state == "complete" and (loss is None or not math.isfinite(loss)):
+            state, loss, reason = "failed", None, "the held-out loss of its final model is not a number"
+        study.end(number, state, loss, reason)
+        told(next(trial for trial in study.trials() if trial.number == number))
+
     with Processes(engine, folder.path / "trials.log") as processes:
         while True:
-            while coming and len(processes) < folder.search.workers:
-                found = source.next()
-                coming = found is not None
-                if found is not None:
-                    number, plan = found
-                    processes.start(number, folder.trial(number).path, plan)
+            while len(processes) < folder.search.workers:
+                trial = left.pop(0) if left else study.begin()
+                if trial is None:
+                    break
+                try:
+                    plan = searches.trial_plan(folder.plan, trial.values)
+                except PlanError as error:
+                    end(trial.number, "failed", str(error))
+                    continue
+                folder.spent([])  # the ledger is there
+                told(trial)
+                processes.start(trial.number, folder.trial(trial.number).path, plan)
             if not len(processes):
                 return
             for heard in processes.hear():
                 match heard.what:
                     case "loss":
-                        go_on = source.loss(heard.number, heard.round, heard.loss)
-                        processes.answer(heard.number, go_on=go_on)
+                        number, loss = heard.number, heard.loss
+                        go_on = not math.isfinite(loss) or study.seen(number, heard.round, loss)
+                        processes.answer(number, go_on=go_on)
                     case "done":
-                        source.end(heard.number, "complete", "")
+                        end(heard.number, "complete", "")
                     case "pruned" | "failed" as state:
-                        source.end(heard.number, state, heard.reason)
-                coming = True
-
-
-class _Trials:
-    """The trials of a study, which come one after the other."""
-
-    def __init__(self, folder: SearchFolder, study: Study, told: Told) -> None:
-        self._folder = folder
-        self._study = study
-        self._told = told
-        self._left = study.unfinished()
-
-    def next(self) -> tuple[int, Plan] | None:
-        """The next trial, begun by a killed process or new and with a sound plan; None: there is none."""
-        while (trial := self._left.pop(0) if self._left else self._study.begin()) is not None:
-            try:
-                plan = searches.trial_plan(self._folder.plan, trial.values)
-            except PlanError as error:
-                self.end(trial.number, "failed", str(error))
-                continue
-            self._folder.spent([])  # the ledger is there
-            self._told(trial)
-            return trial.number, plan
-        return None
-
-    def loss(self, number: int, round_number: int, loss: float) -> bool:
-        """Whether a trial goes on, as the pruner decides."""
-        return not math.isfinite(loss) or self._study.seen(number, round_number, loss)
-
-    def end(self, number: int, state: State, reason: str) -> None:
-        """Keep the loss of its final model, if it is a number."""
-        loss = None
-        if state == "complete":
-            loss = outcome(self._folder.trial(number)).final_loss
-            if loss is None or not math.isfinite(loss):
-                state, loss, reason = "failed", None, "the held-out loss of its final model is not a number"
-        self._study.end(number, state, loss, reason)
-        self._told(next(trial for trial in self._study.trials() if trial.number == number))
+                        end(heard.number, state, heard.reason)
 
 
 def to_json(folder: SearchFolder, found: Found) -> dict[str, Any]:

@@ -297,31 +297,61 @@ def test_the_report_of_each_trial_has_the_epsilon_of_all(
     assert f"together it is {at_most(composed(rounds=5))}" in " ".join(printed.split())
 
 
+def trained(*_: object) -> None:
+    """In place of `Processes.start`, where no trial may begin."""
+    raise AssertionError("a trial was begun")
+
+
 def test_a_search_whose_ledger_is_lost_or_older_does_not_go_on(
-    searched: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+    searched: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial would make it anew, without what the others have spent."""
     out, _ = searched
-    ledger, kept = out / "ledger.sqlite", out / "kept"
+    ledger, kept, begun = out / "ledger.sqlite", out / "kept", out / "search.json"
+    settings = begun.read_text()
     ledger.rename(kept)
     try:
-        assert "the ledger of the dataset, which is missing" in refusal(capsys, "tune", "--again", str(out))
-        assert not ledger.exists()
-        with sqlite3.connect(kept) as whole, sqlite3.connect(ledger) as older:
-            whole.backup(older)
-            older.execute("DROP TRIGGER entries_are_not_removed")
-            older.execute("DELETE FROM entries WHERE number = 5")
-            (trigger,) = whole.execute("SELECT sql FROM sqlite_master WHERE name = 'entries_are_not_removed'")
-            older.execute(*trigger)
-        whole.close()
-        older.close()
-        line = refusal(capsys, "tune", "--again", str(out))
-        assert "expected a charge of the dataset" in line
+        with monkeypatch.context() as patched:
+            patched.setattr(Processes, "start", trained)
+            begun.write_text(settings.replace('"trials": 3', '"trials": 4'))
+            line = refusal(capsys, "tune", "--again", str(out))
+            assert "the ledger of the dataset, which is missing" in line
+            assert not ledger.exists()
+            with (
+                contextlib.closing(sqlite3.connect(kept)) as whole,
+                contextlib.closing(sqlite3.connect(ledger)) as older,
+            ):
+                whole.backup(older)
+                guard = "entries_are_not_removed"
+                (trigger,) = whole.execute("SELECT sql FROM sqlite_master WHERE name = ?", (guard,))
+                older.execute(f"DROP TRIGGER {guard}")
+                older.execute("DELETE FROM entries WHERE number = 5")
+                older.execute(*trigger)
+                older.commit()
+            assert "expected a charge of the dataset" in refusal(capsys, "tune", "--again", str(out))
     finally:
         kept.replace(ledger)
+        begun.write_text(settings)
     assert found(capsys, "tune", "--again", str(out))["epsilon"] == pytest.approx(
         composed(rounds=5), rel=1e-3
     )
+
+
+def test_no_trial_begins_after_the_ledger_is_lost(
+    private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, ledger = Study.begin, tmp_path / "over.sqlite"
+
+    def lost(study: Study) -> Any:
+        ledger.unlink()
+        return begin(study)
+
+    monkeypatch.setattr(Study, "begin", lost)
+    monkeypatch.setattr(Processes, "start", trained)
+    search = write_search(tmp_path, f'sampler = "random"\ntrials = 2\n{RANGE}')
+    line = refusal(capsys, "tune", str(private), str(search), "--out", str(tmp_path / "out"))
+    assert "the ledger of the dataset, which is missing" in line
+    assert not ledger.exists()
 
 
 @pytest.mark.slow
