@@ -262,10 +262,10 @@ def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
 
 
 def _add_costs(table: Table, outcome: Outcome, label: str) -> None:
-    """Time, if it is known, and memory; the phases two to a row, so that a narrow terminal holds the table."""
+    """Time and memory; the phases two to a row, so that a narrow terminal holds the table."""
     table.add_section()
     names = [phase.value for phase in Phase]
-    for pair in zip(names[::2], names[1::2], strict=True) if outcome.phase_seconds else ():
+    for pair in zip(names[::2], names[1::2], strict=True):
         figures = (f"{outcome.phase_seconds.get(name, 0.0):,.1f} s" for name in pair)
         table.add_row(", ".join(pair), ", ".join(figures))
     if outcome.tokens_per_second:

@@ -1,9 +1,8 @@
-"""`cloister tune`: search over fields of a plan; private searches have a price.
+"""`cloister tune`: search over fields of a plan.
 
 Run a plan several times with other settings, each time a whole simulation, and find the settings with the least
 held-out loss. SEARCH is a TOML file: sampler (grid, random or tpe), trials, pruner, workers, and a [[parameter]] for
-each field. Under a privacy unit the number of trials is drawn in secret, only the best trial is kept, and its report
-has the price of the search.
+each field. Under a privacy unit every trial is charged, and their costs compose; --dry-run prints the price.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,12 @@ from cloister.cli.options.shared_options import (
     tell,
 )
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.claims import law
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.simulations.engines import fork_server
-from cloister.simulations.search.search import Search, Values, check, load_search, private_plan
+from cloister.simulations.search.price import Price, charged_plan, check_price, price_of
+from cloister.simulations.search.search import Search, Values, check, load_search
 from cloister.simulations.search.study import Trial
 from cloister.simulations.search.trials import Engine
 
@@ -66,40 +66,44 @@ def run(arguments: argparse.Namespace) -> int:
             fix="or --again DIR",
         )
 
-    console = PipedConsole(stderr=arguments.json)
-    if arguments.again is not None:
-        from cloister.simulations.search.tuning import SearchFolder
-
-        with SearchFolder.reopen(Path(arguments.again)) as folder:
-            return _tune(folder, arguments, console, new=False)
-
-    plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
-    check(plan, search)
-    if arguments.dry_run:
-        return _say_price(plan, search, arguments)
+    if arguments.again is None:
+        plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
+        check(plan, search)
+        if arguments.dry_run:
+            return _say_price(plan, search, arguments)
     from cloister.simulations.search.tuning import SearchFolder
 
-    out = folder_for(arguments.out, Path("runs"), f"{plan.run.name}-search")
-    with SearchFolder.create(out, plan, search) as folder:
-        return _tune(folder, arguments, console, new=True)
+    if arguments.again is not None:
+        folder = SearchFolder.reopen(Path(arguments.again))
+    else:
+        out = folder_for(arguments.out, Path("runs"), f"{plan.run.name}-search")
+        folder = SearchFolder.create(out, plan, search)
+    with folder:
+        return _tune(folder, arguments, PipedConsole(stderr=arguments.json))
 
 
 def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int:
     """Print what a search would do and cost."""
-    if plan.privacy.unit == "none":
-        return tell(arguments, {"trials": search.count(), "epsilon": None}, _opening(plan, search))
-    from cloister.simulations.search.tuning import price, price_facts
+    plan = charged_plan(plan, Path(arguments.out or "search"))
+    price = price_of(plan, search)
+    facts: dict[str, object] = {"trials": search.count(), "epsilon": None}
+    if price is not None:
+        check_price(plan, price)
+        facts |= {
+            "epsilon": price.epsilon,
+            "delta": price.delta,
+            "epsilon_of_one": price.one,
+            "exact": price.exact,
+        }
+    return tell(arguments, facts, *_opening(search, price))
 
-    trial = private_plan(plan, search, "0" * 32)
-    facts = {"trials": None, **price_facts(trial), "one_search_in_a_hundred": price(trial).many}
-    return tell(arguments, facts, _opening(trial, search))
 
-
-def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole, *, new: bool) -> int:
+def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole) -> int:
     from cloister.simulations.search.tuning import to_json, tune
 
     try:
-        console.say(_opening(folder.plan, folder.search))
+        for line in _opening(folder.search, price_of(folder.plan, folder.search)):
+            console.say(line)
         console.say(f"folder    {folder.path}")
         if arguments.ray_address is None:
             fork_server.start(folder.plan)
@@ -109,7 +113,7 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedCon
         _say_how_to_continue(console, folder)
         raise
     except CloisterError:
-        if new and not folder.begun():
+        if arguments.again is None and not folder.study.exists():
             folder.discard()
         else:
             _say_how_to_continue(console, folder)
@@ -118,29 +122,22 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedCon
         print(json.dumps(to_json(folder, found)))
     else:
         _print(console, folder, found)
-    # Under a privacy unit the exit code is no result: it must not tell more than the model.
-    return 0 if folder.private or found.best is not None else 1
+    return 0 if found.best is not None else 1
 
 
-def _opening(plan: Plan, search: Search) -> str:
-    """What the search does and costs."""
+def _opening(search: Search, price: Price | None) -> Iterator[str]:
+    """What a search does and costs, line by line."""
     fields = ", ".join(parameter.field for parameter in search.parameter)
     at_once = "" if search.workers == 1 else f", {search.workers} at a time"
-    if plan.simulation.search is None:
-        pruned = "" if search.pruner == "none" else f", pruned by {search.pruner}"
-        trials = "1 trial" if search.count() == 1 else f"{search.count():,} trials"
-        return f"search    {trials} by {search.sampler}{pruned}{at_once}: {fields}"
-    from cloister.simulations.search.tuning import price
-
-    cost, chosen = price(plan), plan.simulation.search
-    return "\n".join(
-        (
-            f"search    the best of a secret number of trials by {search.sampler}{at_once}: {fields}",
-            f"trials    from {law(chosen)} with mean {chosen.mean:g}; 1 search in 100 has more than {cost.many:,}",
-            f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g}; one run alone costs {at_most(cost.one)}",
-            "          toward those who see nothing but the best trial; losses and number of trials stay sealed",
+    pruned = "" if search.pruner == "none" else f", pruned by {search.pruner}"
+    trials = "1 trial" if search.count() == 1 else f"{search.count():,} trials"
+    yield f"search    {trials} by {search.sampler}{pruned}{at_once}: {fields}"
+    if price is not None:
+        most = "" if price.exact else "at most "
+        yield (
+            f"epsilon   {most}{at_most(price.epsilon)} at delta {price.delta:g} for {trials}; "
+            f"one run of the plan costs {at_most(price.one)}"
         )
-    )
 
 
 def _line(trial: Trial) -> str:
@@ -166,36 +163,31 @@ def _settings(values: Values) -> str:
 
 
 def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
-
-    from cloister.simulations.search.tuning import price
-
-    if found.trials:
-        table = columns("trial", "held-out loss", "", "settings", title="Trials", left=0)
-        table.columns[2].justify = table.columns[3].justify = "left"
-        ended = sorted(
-            found.trials,
-            key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number),
-        )
-        for trial in ended[:_SHOWN]:
-            loss = "" if trial.loss is None else f"{trial.loss:.4f}"
-            state = {"complete": "", "pruned": "ended early"}.get(trial.state, trial.state)
-            table.add_row(f"{trial.number}", loss, state, Text(_settings(trial.values)))
-        console.print(table)
-        if len(ended) > _SHOWN:
-            console.say(f"and {len(ended) - _SHOWN:,} more")
+    table = columns("trial", "held-out loss", "", "settings", title="Trials", left=0)
+    table.columns[2].justify = table.columns[3].justify = "left"
+    ended = sorted(
+        found.trials,
+        key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number),
+    )
+    for trial in ended[:_SHOWN]:
+        loss = "" if trial.loss is None else f"{trial.loss:.4f}"
+        state = {"complete": "", "pruned": "ended early"}.get(trial.state, trial.state)
+        table.add_row(f"{trial.number}", loss, state, Text(_settings(trial.values)))
+    console.print(table)
+    if len(ended) > _SHOWN:
+        console.say(f"and {len(ended) - _SHOWN:,} more")
     if found.best is not None:
-        run = shlex.quote(str(found.folder))
+        run = shlex.quote(str(folder.trial(found.best.number).path))
         loss = "" if found.best.loss is None else f", held-out loss {found.best.loss:.4f}"
         console.say(f"best      {_settings(found.best.values)}{loss}")
         console.say(f"run       {run}")
         console.say(f"report    cloister report {run}")
-    elif folder.private:
-        console.say(f"best      no trial: the untrained model is in {found.folder}/final")
     else:
         console.say("best      no trial has finished")
-    if folder.private:
-        cost = price(folder.plan)
-        console.say(f"epsilon   {at_most(cost.epsilon)} at delta {cost.delta:g} for the whole search")
+    if (spent := found.spent) is not None:
+        runs = "1 run" if spent.runs == 1 else f"{spent.runs:,} runs"
+        ledger = f"{runs} on {folder.plan.simulation.dataset!r} in {folder.plan.simulation.ledger}"
+        console.say(f"epsilon   {at_most(spent.epsilon)} at delta {spent.delta:g} for the {ledger}")
 
 
 def _say_how_to_continue(console: PipedConsole, folder: SearchFolder) -> None:

@@ -10,8 +10,7 @@ chosen after seeing the results of earlier ones, for which privacy loss distribu
   dots", which rounds pessimistically). Gaussians alone are composed in closed form (Balle and Wang 2018, Theorem 8).
 - `rdp` adds Renyi divergences (Mironov 2017) and converts them (Canonne, Kamath and Steinke 2020, Proposition 12).
 
-Both come from `dp_accounting`, which has no Skellam mechanism: its published curve is added here. The best of a random
-number of runs (`Selection`) has a bound for Renyi divergences only, and a list that holds one is composed by them.
+Both come from `dp_accounting`, which has no Skellam mechanism: its published curve is added here.
 Where rounding errors could affect the result (a delta near rounding error, a loss that spans more than a grid can
 hold) the result is that of `rdp`, and `Spent` says so. Refused: privacy loss distributions of Skellam noise in many
 dimensions, whose worst neighbours are not known, and an accountant of our own.
@@ -33,11 +32,9 @@ from cloister.privacy.mechanism.events import (
     Event,
     Gaussian,
     SampledGaussian,
-    Selection,
     Skellam,
     Unit,
     from_json,
-    plain,
     positive,
 )
 from cloister.protocol.errors import AccountingError
@@ -116,14 +113,13 @@ def spent(
     if accountant not in get_args(Accountant):
         raise AccountingError("accountant", accountant, expected=" or ".join(get_args(Accountant)))
     listed = list(events)
-    released = list(plain(listed))
-    units = [unit for unit in get_args(Unit) if unit in {_unit(event) for event in released}]
+    units = [unit for unit in get_args(Unit) if unit in {_unit(event) for event in listed}]
     if isinstance(group, bool) or group < 1 or (group > 1 and len(units) > 1):
         raise AccountingError(
             "group", group, expected="1 or more units, or 1 where several units were charged"
         )
     losses = _losses(listed, units[0] if units else "site", group)
-    if adaptive and len({_mechanism(event) for event in set(listed)}) > 1:
+    if adaptive and len({mechanism(event) for event in set(listed)}) > 1:
         renyi = _rdp(losses, delta / len(ORDERS), ORDERS)
         found = Spent(renyi, 2 * delta, "rdp", _DIFFERENT)
     else:
@@ -152,7 +148,7 @@ def composed(events: Iterable[str], delta: float) -> float:
     return over_runs(events, delta).epsilon
 
 
-def _mechanism(event: Event) -> Event:
+def mechanism(event: Event) -> Event:
     """The event without its number."""
     match event:
         case SampledGaussian():
@@ -236,17 +232,6 @@ class _Losses(NamedTuple):
     steps: tuple[tuple[_Step, int], ...]  # of sampled mechanisms, and how many
     rho: float  # zero-concentrated DP of all Gaussians together: the sum of 1 / (2 z^2)
     skellam: tuple[tuple[float, float, float, int], ...]  # variance, l2, l1, count
-    selections: tuple[tuple[_Losses, float, float, int], ...] = ()  # a run, mean and shape of the law, count
-
-    @property
-    def whole(self) -> bool:
-        """Whether divergences are known for whole orders only: there is Skellam noise."""
-        return bool(self.skellam) or any(run.whole for run, *_ in self.selections)
-
-    @property
-    def sampled(self) -> bool:
-        """Whether there are steps whose divergences take time in proportion to the order."""
-        return any(step.plain for step, _ in self.steps) or any(run.sampled for run, *_ in self.selections)
 
 
 def _unit(event: Event) -> Unit:
@@ -258,7 +243,6 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
     steps: Counter[_Step] = Counter()
     gaussian: Counter[float] = Counter()
     skellam: Counter[tuple[float, float, float]] = Counter()
-    selections: Counter[tuple[_Losses, float, float]] = Counter()
     sensitivity = group if unit == "site" else 2  # a part of a site may change its vector from any to any
     for event in events:
         match event:
@@ -271,28 +255,22 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
             case Skellam(variance, l2, l1, count, extra):
                 for mu, l2_part, l1_part in ((variance, l2, l1), *extra):
                     skellam[mu, sensitivity * l2_part, sensitivity * l1_part] += count
-            case Selection(_, mean, run, rounds, shape):
-                one = _losses(run * rounds, unit, group)
-                selections[one, mean, math.inf if shape is None else shape] += 1
     for step in [step for step in steps if step.rate == 1]:
         gaussian[step.noise / step.sensitivity] += steps.pop(step)
     return _Losses(
         tuple(sorted(steps.items())),
         math.fsum(count / z**2 / 2 for z, count in sorted(gaussian.items())),
         tuple((*part, count) for part, count in sorted(skellam.items())),
-        tuple((*part, count) for part, count in sorted(selections.items())),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int) -> Spent:
-    if not (losses.steps or losses.rho or losses.skellam or losses.selections):
+    if not (losses.steps or losses.rho or losses.skellam):
         return Spent(0.0, delta, accountant)
     renyi = _rdp(losses, delta)
     if accountant == "rdp":
         return Spent(renyi, delta, "rdp")
-    if losses.selections:
-        return Spent(renyi, delta, "rdp", "the best of several runs is composed by Renyi divergences")
     if losses.skellam:
         return Spent(renyi, delta, "rdp", "Skellam noise is composed by Renyi divergences")
     try:
@@ -314,13 +292,6 @@ def _rdp(losses: _Losses, delta: float, orders: Sequence[int] | None = None) -> 
 
     public = _gaussians(losses)
     with _without_log("absl"):
-        if losses.selections:
-            if losses.whole:
-                orders = orders or _whole_orders(sampled=losses.sampled)
-            return min(
-                float(RdpAccountant(orders).compose(_with_selections(losses, line)).get_epsilon(delta))
-                for line in _LINES[: 2 if losses.whole else 1]
-            )
         if not losses.skellam:
             return float(RdpAccountant(orders).compose(dp.ComposedDpEvent(public)).get_epsilon(delta))
         least = math.inf
@@ -347,33 +318,6 @@ def _gaussians(losses: _Losses) -> list[Any]:
     if rho:
         found.append(dp.ZCDpEvent(rho=rho))
     return found
-
-
-def _with_selections(losses: _Losses, line: Callable[[float, float, float], tuple[float, float]]) -> Any:
-    """All losses as one event of `dp_accounting`, at the whole orders if there is Skellam noise.
-
-    A selection needs the divergences of a run at several orders at once, so Skellam noise is bounded by a line.
-    """
-    from dp_accounting import dp_event as dp
-
-    found = _gaussians(losses)
-    for mu, l2, l1, count in losses.skellam:
-        slope, intercept = line(mu, l2, l1)
-        found.append(dp.ZCDpEvent(rho=count * slope, xi=count * intercept))
-    for run, mean, shape, count in losses.selections:
-        chosen = dp.RepeatAndSelectDpEvent(_with_selections(run, line), mean, shape)
-        found.append(dp.SelfComposedDpEvent(chosen, count))
-    return dp.ComposedDpEvent(found)
-
-
-_LINES: tuple[Callable[[float, float, float], tuple[float, float]], ...] = (
-    lambda mu, l2, l1: (l2 * l2 / (2 * mu), 3 * l1 / (2 * mu)),
-    lambda mu, l2, l1: (
-        l2 * l2 / (2 * mu) + l2 * l2 / (2 * mu * mu),
-        max(0.0, (6 * l1 - l2 * l2) / (4 * mu * mu)),
-    ),
-)
-"""The two bounds of `Skellam` on the Renyi divergence, each as a line over the order: slope and intercept."""
 
 
 def skellam_rdp(order: int, variance: float, l2: float, l1: float) -> float:

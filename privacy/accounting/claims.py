@@ -17,7 +17,6 @@ from cloister.protocol.plan.plan import (
     DataSection,
     Plan,
     PrivacySection,
-    SelectionSection,
 )
 
 
@@ -126,16 +125,9 @@ def assumptions(plan: Plan, terms: Terms | None, *, simulated: bool) -> tuple[st
     return () if terms is None else PROSE.said("assumptions", plan, simulated)
 
 
-def law(search: SelectionSection) -> str:
-    """The law of a search's number of trials in words, with its article."""
-    names = {None: "a Poisson law", 0.0: "a logarithmic law", 1.0: "a geometric law"}
-    return names.get(search.shape) or f"a truncated negative binomial law of shape {search.shape:g}"
-
-
 PROSE = Prose(
     "cloister.privacy.accounting",
     "claims.jinja",
-    law=law,
     loss=loss,
     independent=Blt(),
     participation=participation,
@@ -144,4 +136,4 @@ PROSE = Prose(
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )
 """What a plan says, by macro. Besides those of the functions: `trust_model` (where noise is added, as NIST SP
-800-226), `protected_from`, `responsible`, `exposure`, `method`, `searched`, `trusted`, `poisoned` and `not_covered`."""
+800-226), `protected_from`, `responsible`, `exposure`, `method`, `trusted`, `poisoned` and `not_covered`."""

@@ -7,8 +7,7 @@ figures are for one site in one round that it takes part in; the ledgers compose
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from cloister.privacy.accounting.accountant import calibrate, epsilon_of
@@ -16,9 +15,7 @@ from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import (
     CorrelatedGaussian,
     Event,
-    Release,
     SampledGaussian,
-    Selection,
     Unit,
     relation,
 )
@@ -39,15 +36,13 @@ class Terms:
     noise_multiplier: float
     """z that is charged: standard deviation of the noise over the clipping norm, on a sum of clipped terms."""
     delta: float
-    round_events: tuple[Release, ...]
+    round_events: tuple[Event, ...]
     """What one round costs a site that takes part in it; with correlated noise, all of its rounds together."""
     budget: float | None
     """Largest epsilon of a site over the run."""
     accountant: str
     mechanism: SiteMechanism | None
     """How updates are summed; unit `site` only."""
-    selection: Selection | None = None
-    """For a trial of a search: the search, of which each trial releases the whole plan."""
 
     @property
     def relation(self) -> str:
@@ -66,16 +61,6 @@ class Terms:
     def epsilon(self, rounds: int) -> float:
         """Epsilon of a site that took part in `rounds` rounds."""
         return epsilon_of(self.events(rounds), self.delta, self.accountant)
-
-    def seen(self, events: Sequence[Event]) -> Sequence[Event]:
-        """What those pay for who see what a site has released, and of a search only the best trial.
-
-        A trial is chosen by its last model, so any part of the best trial costs as much as the search.
-
-        Args:
-            events: The site's events in the run.
-        """
-        return events if self.selection is None or not events else (self.selection,)
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
@@ -110,23 +95,7 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         raise PlanError(field, error.value, expected=error.expected, fix=error.fix) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
-    terms = Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
-    return replace(terms, selection=selection_of(plan, terms))
-
-
-def selection_of(plan: Plan, terms: Terms, sites: int = 1) -> Selection | None:
-    """The search that a plan is a trial of, as an event; None if it stands alone.
-
-    Args:
-        plan: The plan.
-        terms: Its privacy.
-        sites: Sites of one trial at which a unit is charged.
-    """
-    search = plan.simulation.search
-    if search is None:
-        return None
-    rounds = 1 if plan.privacy.correlated else plan.run.rounds
-    return Selection(search.law, search.mean, terms.round_events, rounds * sites, search.shape)
+    return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
 
 
 def participation(plan: Plan) -> Participation | None:
@@ -138,7 +107,7 @@ def participation(plan: Plan) -> Participation | None:
     return Participation(plan.run.rounds, correlated.separation, correlated.participations)
 
 
-def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Release, ...], SiteMechanism | None]:
+def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
     """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
     if privacy.unit in ("record", "owner"):

@@ -15,8 +15,8 @@ is charged at least its own site's events there, and the sum over runs is an upp
 - A dataset is charged in one unit: the costs of different units do not add up to that of one of them.
 - Runs may be planned after seeing the results of earlier ones: a limit over runs whose mechanisms differ holds at twice
   its delta (`accountant.spent`).
-- A search under a privacy unit (`cloister tune`) is charged at once, before its first trial: what its best trial costs
-  those who see no other one. Its trials charge nothing, and a site trains only if that charge is there.
+- The trials of a search under a privacy unit (`cloister tune`) are runs like others: each charges the rounds that it
+  releases.
 
 Refused: the coordinator alone as the one who charges, because a site must not train before its data is paid for; and
 one dataset for each site, whose names mean other records in the next run.
@@ -24,19 +24,20 @@ one dataset for each site, whose names mean other records in the next run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
-from cloister.privacy.accounting.terms import Terms, selection_of
+from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError
 from cloister.protocol.plan.plan import Plan
 
 OWNER = "simulation"
+_NO_RUNS: Mapping[str, Iterable[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,6 @@ class DatasetLedger:
         self.dataset = simulation.dataset
         self.limit = simulation.greatest_epsilon
         self._plan = plan
-        self._search = plan.simulation.search
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
 
@@ -89,9 +89,7 @@ class DatasetLedger:
             BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
             LedgerError, StorageError: the ledger is missing or damaged, or cannot be written.
         """
-        if self._search is not None:
-            self._check_complete(self._history().entries, run, [])
-        elif events:
+        if events:
             budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
             self._history()  # of a ledger that is there: a lost one is not created again
             ledger = Ledger(self.path, OWNER, self._compose)
@@ -112,14 +110,12 @@ class DatasetLedger:
             LedgerError: the ledger is damaged, or lacks charges of the run, or is missing though the run has begun.
             StorageError: it cannot be written.
         """
-        if not run and self._search is None:  # else it is not created again, without what was spent
-            Ledger(self.path, OWNER, self._compose)
+        if not run:  # else it is not created again, without what was spent
+            self.create()
         history = self._history()
         entries = history.entries
         self._check_unit(entries)
         self._check_complete(entries, run, summed)
-        if self._search is not None:
-            return
         if not any(entry.charge.run == run for entry in entries) and not self.affords(
             terms, run or "a new run", 1, sites
         ):
@@ -143,7 +139,7 @@ class DatasetLedger:
 
     def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
         """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""
-        if self.limit is None or self._search is not None:
+        if self.limit is None:
             return True
         history = self._history()
         charges = [self._charge(run, round_number, site, 0, terms.events(1)) for site in sites]
@@ -153,54 +149,49 @@ class DatasetLedger:
             not coming or self._cost([*history.events(self.dataset), *coming.values()]).epsilon <= self.limit
         )
 
-    def spent(self, run: str = "", summed: Iterable[int] = ()) -> DatasetSpent:
+    def spent(self, summed: Mapping[str, Iterable[int]] = _NO_RUNS) -> DatasetSpent:
         """What the dataset has spent over all runs, at the plan's delta.
 
         Args:
-            run: Identity of a run that must be among them; empty: none.
-            summed: Its rounds whose sum was opened.
+            summed: By identity of a run that must be among them, its rounds whose sum was opened.
 
         Raises:
-            LedgerError: the ledger is missing, damaged or altered, or lacks charges of the run.
+            BudgetError: the dataset is charged in another unit.
+            LedgerError: the ledger is missing, damaged or altered, or lacks charges of these runs.
             StorageError: it cannot be read.
         """
         history = self._history()
         self._check_unit(history.entries)
-        self._check_complete(history.entries, run, summed)
+        for run, rounds in summed.items():
+            self._check_complete(history.entries, run, rounds)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
         cost = self._cost(history.events(self.dataset))
         return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex())
 
-    def pay_search(self, terms: Terms) -> None:
-        """Charge the search that the plan is a trial of, durably and once: its trials may be drawn after this alone.
-
-        The charge has no time (0): when a search began, beside when it ended, tells about how many trials it had.
-
-        Args:
-            terms: The plan's privacy.
+    def create(self) -> None:
+        """Create the ledger if it is missing.
 
         Raises:
-            BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
-            LedgerError, StorageError: the search is charged already, or the ledger is damaged or cannot be written.
+            LedgerError: there is another file, or it is damaged or altered.
+            StorageError: it cannot be written.
         """
-        assert self._search is not None, "the plan is a trial"
-        chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
-        assert chosen is not None, "as its search says"
-        budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
-        ledger = Ledger(self.path, OWNER, self._compose, clock=lambda: 0.0)
-        name = f"{self._search.search}/search"
-        charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0, id=name)
+        Ledger(self.path, OWNER, self._compose)
 
-        def check(entries: tuple[Entry, ...]) -> None:
-            self._check_unit(entries)
-            if any(entry.charge.id == name for entry in entries):
-                raise LedgerError(
-                    str(self.path),
-                    expected="no charge of this search: a copy of its folder has drawn trials, or a crash came before",
-                    fix="begin a new search: it is charged, and this one cannot be drawn twice for its price",
-                )
+    def whole(self, terms: Terms) -> tuple[Event, ...]:
+        """What all rounds of the plan cost a unit at most: an owner who may be at several sites pays at each."""
+        sites = self._plan.cohort.size() if self._at_several_sites else 1
+        return terms.events(self._plan.run.rounds) * sites
 
-        ledger.charge(charge, budget, check)
+    def after(self, charges: Sequence[str]) -> Spent:
+        """What the dataset will have spent after further charges, each as JSON, with all that its ledger holds, if any.
+
+        Raises:
+            BudgetError: the dataset is charged in another unit.
+            LedgerError, StorageError: the ledger is damaged or altered, or cannot be read.
+        """
+        history = self._history() if self.path.is_file() else History(())
+        self._check_unit(history.entries)
+        return self._cost([*history.events(self.dataset), *charges])
 
     def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number
@@ -229,15 +220,6 @@ class DatasetLedger:
                 )
 
     def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
-        if self._search is not None:
-            search = self._search.search
-            if not any(entry.charge.id == f"{search}/search" for entry in entries):
-                raise LedgerError(
-                    str(self.path),
-                    expected=f"the charge of the dataset {self.dataset!r} for the search {search}",
-                    fix="the ledger was replaced or lost: restore it from a backup",
-                )
-            return
         charged = {entry.charge.round for entry in entries if entry.charge.run == run}
         needed = {1 if self._plan.privacy.correlated is not None else number for number in summed}
         for number in sorted(needed - charged):

@@ -149,7 +149,7 @@ class Entry:
     number: int
     """Position in the ledger, from 1."""
     time: float
-    """Time of the charge: seconds since the epoch, by the clock of the ledger's owner; 0 if it has none."""
+    """Time of the charge: seconds since the epoch, by the clock of the ledger's owner."""
     owner: str
     """Owner of the ledger."""
     charge: Charge

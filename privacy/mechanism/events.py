@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field, SkipValidation, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from cloister.protocol.errors import AccountingError
@@ -143,48 +143,7 @@ class Skellam(_Checked):
     """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
 
 
-Release: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
-
-
-@dataclass(frozen=True, config=_STRICT)
-class Selection(_Checked):
-    """The best of K independent runs of one mechanism, where K is drawn before the first one and stays secret.
-
-    With a mean above 1, K is truncated negative binomial (Papernot and Steinke 2022, "Hyperparameter Tuning with Renyi
-    Differential Privacy", Definition 1) or Poisson. All runs draw from one law, independently of each other and of K,
-    and only the best one is released, by a total order on what they return; with K = 0 it is a constant. It is
-    RDP by Theorem 2 (truncated negative binomial) or Theorem 6 (Poisson) of that paper. Toward anyone who sees another
-    run, or K, it costs what all runs cost.
-    """
-
-    law: Literal["negative-binomial", "poisson"]
-    """Law of K."""
-    mean: Annotated[float, Field(gt=1, le=1000)]
-    """Its mean, above 1."""
-    run: Annotated[tuple[SkipValidation[Release], ...], Field(min_length=1)]
-    """What a round of one run releases."""
-    rounds: Count
-    """Rounds of one run, 1 or more."""
-    shape: Annotated[float, Field(ge=0, le=100)] | None = None
-    """eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one; None for Poisson."""
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
-        if (self.shape is None) != (self.law == "poisson") or 0 < (self.shape or 0) < 0.01:
-            expected = "0, or from 0.01 to 100, exactly with law negative-binomial"
-            raise AccountingError("shape", self.shape, expected=expected)
-        if any(isinstance(event, Selection) for event in self.run):
-            raise AccountingError("run", self.run, expected="no selection among the events of a run")
-        return self
-
-
-Event: TypeAlias = Release | Selection
-
-
-def plain(events: Iterable[Event]) -> Iterator[Release]:
-    """Events, with those of a round of one run in place of a selection."""
-    for event in events:
-        yield from event.run if isinstance(event, Selection) else (event,)
+Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 
 _MECHANISMS: dict[str, type[Any]] = {
@@ -192,7 +151,6 @@ _MECHANISMS: dict[str, type[Any]] = {
     "gaussian": Gaussian,
     "correlated-gaussian": CorrelatedGaussian,
     "skellam": Skellam,
-    "selection": Selection,
 }
 
 
@@ -207,10 +165,7 @@ def to_json(events: Iterable[Event]) -> str:
 
 def _written(event: Event) -> dict[str, object]:
     names = {kind: name for name, kind in _MECHANISMS.items()}
-    written = asdict(event)
-    if isinstance(event, Selection):
-        written["run"] = [_written(one) for one in event.run]
-    return {"mechanism": names[type(event)], **written}
+    return {"mechanism": names[type(event)], **asdict(event)}
 
 
 @lru_cache(maxsize=1024)  # many entries of a ledger have the same text
@@ -237,8 +192,6 @@ def _event(item: object) -> Event:
     kind = _MECHANISMS.get(str(fields.pop("mechanism", None)))
     if kind is None:
         raise AccountingError("event", item, expected=f"a mechanism of {', '.join(_MECHANISMS)}")
-    if kind is Selection and isinstance(fields.get("run"), list):
-        fields["run"] = tuple(_event(one) for one in fields["run"])
     event: Event = kind(**fields)
     return event
 

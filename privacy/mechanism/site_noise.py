@@ -49,7 +49,7 @@ from cloister.privacy.mechanism.clip import (
     rounded_l2,
 )
 from cloister.privacy.mechanism.correlated import Blt, CorrelatedRow, Participation, sensitivity
-from cloister.privacy.mechanism.events import CorrelatedGaussian, Gaussian, Release, Skellam, positive
+from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, Gaussian, Skellam, positive
 from cloister.privacy.mechanism.noise import LARGEST_VARIANCE, NoiseStream, add_steps
 from cloister.protocol.errors import AccountingError, UpdateError
 from cloister.protocol.messages.blocks import BLOCK
@@ -81,7 +81,7 @@ class SiteMechanism:
     deviation: float
     """Standard deviation of the noise on the decoded sum that is counted on, in units of the clipping norm; with
     `correlation` that of Z."""
-    event: Release
+    event: Event
     """What a round costs a site that takes part in it; with `correlation` all of its rounds together."""
     adaptive: AdaptiveSection | None = None
     """How the clipping norm follows the updates' norms; None: it is constant."""

@@ -93,7 +93,7 @@ class LedgerRow(_Strict):
     number: Count
     """Its place in the ledger."""
     written: str
-    """When it was written, ISO 8601; empty in the best trial of a search, which has no times."""
+    """When it was written, ISO 8601."""
     site: str
     """The site whose units it charges."""
     event: str
@@ -258,8 +258,6 @@ class RunReport(_Strict):
     """How exposed the data is before anything is released."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
-    search: str = ""
-    """How the run was chosen as the best trial of a search, whose price epsilon then is; empty: it stands alone."""
     federation: Count = 0
     """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1
@@ -328,17 +326,16 @@ def verdict(report: RunReport) -> Verdict:
 def _over_runs(report: RunReport) -> str:
     """Which runs epsilon counts."""
     dataset = report.dataset
-    this = "for the search of which this run is the best trial" if report.search else "for this run"
     if dataset is None:
-        return f"{this} alone{', toward those who see no other trial,' if report.search else ''}"
+        return "for this run alone"
     if dataset.problem:
-        return f"{this} alone (what all runs on {dataset.name!r} cost together is not known)"
+        return f"for this run alone (what all runs on {dataset.name!r} cost together is not known)"
     runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
     if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
         many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
-        return f"{this} (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
+        return f"for this run (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
     together = f"{at_most(dataset.epsilon)} at delta {scientific(dataset.delta)}"
-    return f"{this} (over the {runs} on {dataset.name!r} together it is {together})"
+    return f"for this run (over the {runs} on {dataset.name!r} together it is {together})"
 
 
 def _objection(report: RunReport) -> str:

@@ -97,12 +97,6 @@ _UNCORRELATED = Only(
     "norm",
 )
 _OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
-_DECLARED = Only(
-    "simulation.search",
-    (None,),
-    because="charge",
-    why="noise from a declared seed protects nothing, and no charge or price would cover it",
-)
 
 
 class RunSection(Section):
@@ -616,19 +610,6 @@ class ProfileSection(Section):
     """Devices among which the site divides the model; on a machine without GPUs each is a process."""
 
 
-class SelectionSection(Section):
-    """The search under a privacy unit that the run is a trial of; only `cloister tune` writes it."""
-
-    search: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$"), InWords("32 hexadecimal digits")]
-    """Identity of the search, under which a ledger over runs has its charge."""
-    law: Literal["negative-binomial", "poisson"]
-    """Law of the number of trials: truncated negative binomial, or Poisson."""
-    mean: Annotated[float, Field(gt=1, le=1000)]
-    """Mean of the number of trials."""
-    shape: Annotated[float, Field(ge=0, le=100)] | None = None
-    """Shape eta of the truncated negative binomial: 0 is the logarithmic law, 1 the geometric one."""
-
-
 class SimulationSection(Section):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
@@ -653,8 +634,12 @@ class SimulationSection(Section):
     """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
     noise_seed: Annotated[
         Annotated[int, Field(ge=0, lt=2**63)] | None,
-        replace(_DECLARED, field="simulation.ledger", values=("",)),
-        _DECLARED,
+        Only(
+            "simulation.ledger",
+            ("",),
+            because="charge",
+            why="noise from a declared seed protects nothing, and no charge would cover it",
+        ),
     ] = None
     """Declared seed of all noise, so that a private simulation can be repeated. Anyone with the seed can remove the
     noise, so there is no protection, and the report says so. None: secret noise."""
@@ -668,9 +653,6 @@ class SimulationSection(Section):
     greatest_epsilon: Annotated[Positive | None, replace(_OVER_RUNS, required="")] = None
     """Largest epsilon of that dataset over all runs, at privacy.delta, or twice privacy.delta if the mechanisms of runs
     differ; None: no limit."""
-    search: Annotated[SelectionSection | None, _PRIVATE] = None
-    """The search under a privacy unit that the run is a trial of: the cost is then the cost of the search. None: the
-    run stands alone. `cloister tune` sets it."""
     durable: bool = True
     """Whether sites sync (fsync) their answers, as deployed sites always do. `false` is faster with many sites. A power
     cut, but no killed process, can then damage a run; the report says so. Ledgers are always synced."""

@@ -44,7 +44,6 @@ from cloister.privacy.mechanism.events import (
     Event,
     Gaussian,
     SampledGaussian,
-    Selection,
     from_json,
     to_json,
 )
@@ -138,7 +137,6 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        search=claims.PROSE.line("searched", plan),
     )
 
 
@@ -150,14 +148,13 @@ class _Composer:
 
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
-        self._seen = terms.seen
         self._accountant: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
         self._known: dict[frozenset[tuple[str, int]], float] = {}
 
     def spent(self, charges: Counter[str]) -> Spent:
         """The cost, composed."""
         events = [event for text, times in charges.items() for event in list(from_json(text)) * times]
-        return spent(self._seen(events), self._delta, self._accountant)
+        return spent(events, self._delta, self._accountant)
 
     def epsilon(self, charges: Counter[str]) -> float:
         """Epsilon, composed if it is not known."""
@@ -240,7 +237,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Acco
     counted: dict[str, list[Entry]] = dict(mine)
     costs = {site: curve[len(paid)] for site, paid in mine.items()}
     notes: dict[str, str] = {}
-    owned = list(_own_ledgers(files, history, terms, compose)) if history.simulated else []
+    owned = list(_own_ledgers(files, history, compose)) if history.simulated else []
     for own in owned:
         known = costs.get(own.site)
         if own.paid and (known is None or own.epsilon > known):
@@ -259,9 +256,7 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Acco
         ledger=_ledger(charges, entries, [_finite(curve[number]) for number in count], problem),
         epsilon=_finite(most.epsilon),
         most=most,
-        events=tuple(
-            terms.seen([event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)])
-        ),
+        events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
         after=after_round,
         sites={site: _finite(cost) for site, cost in costs.items()},
         charged=charged,
@@ -281,9 +276,7 @@ class _OwnLedger:
     """Why it contradicts the run; empty if it does not."""
 
 
-def _own_ledgers(
-    files: RunFiles, history: RunHistory, terms: Terms, compose: _Composer
-) -> Iterator[_OwnLedger]:
+def _own_ledgers(files: RunFiles, history: RunHistory, compose: _Composer) -> Iterator[_OwnLedger]:
     for site, path in files.sites.ledgers().items():
         try:
             paid = [entry for entry in _history(path).entries if entry.charge.run == history.run]
@@ -291,7 +284,7 @@ def _own_ledgers(
         except (LedgerError, AccountingError) as error:
             yield _OwnLedger(site, [], 0.0, f"the ledger of {site} itself does not verify: {error}")
         else:
-            yield _OwnLedger(site, paid, epsilon, _more_than_a_trial(site, paid, terms))
+            yield _OwnLedger(site, paid, epsilon, "")
 
 
 def most_charges(files: RunFiles) -> tuple[int, int]:
@@ -346,7 +339,7 @@ def _ledger(
     rows = tuple(
         LedgerRow(
             number=entry.number,
-            written=_moment(entry.time) if entry.time else "",
+            written=_moment(entry.time),
             site=entry.charge.dataset,
             event=f"round {entry.charge.round}: {_charge_in_words(entry)}",
             epsilon=None if epsilons is None else epsilons[at],
@@ -377,8 +370,6 @@ def _event_in_words(event: Event) -> str:
                 f"correlated Gaussian noise on the sums of all {rounds} rounds, noise multiplier {noise:g}, for a site "
                 f"in at most {most} rounds that are at least {separation} apart"
             )
-        case Selection():
-            return "the best of several runs"  # no run charges it
         case _:
             return (
                 f"{_times(event.count)}Skellam noise on a sum of integers, variance {event.variance:.6g}, "
@@ -402,39 +393,6 @@ def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
         if entry.charge.delta != terms.delta:
             return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
     return ""
-
-
-def beyond_a_trial(files: RunFiles, terms: Terms) -> str:
-    """Why the price of a search does not cover a finished trial, in words; empty if it does.
-
-    A site that was charged more often than the plan says has trained a round twice, after a crash that lost its update.
-    A site whose ledger is lost may have done so.
-
-    Raises:
-        LedgerError: a site's ledger is damaged.
-    """
-    history, owned = run_history(files), []
-    for site, own in files.sites.ledgers().items():
-        paid = [entry for entry in _history(own).entries if entry.charge.run == history.run]
-        if problem := _more_than_a_trial(site, paid, terms):
-            return problem
-        owned.append(_OwnLedger(site, paid, 0.0, ""))
-    return _unpaid_by_sites(history, owned)
-
-
-def _more_than_a_trial(site: str, paid: Sequence[Entry], terms: Terms) -> str:
-    """Why the price of a search does not cover a trial, in words; empty if it does, or the run is no trial."""
-    if terms.selection is None:
-        return ""
-    selection = terms.selection
-    charged = Counter(event for entry in paid for event in from_json(entry.charge.event))
-    covered = Counter({event: times * selection.rounds for event, times in Counter(selection.run).items()})
-    if charged <= covered:
-        return ""
-    return (
-        f"{site} was charged {len(paid)} times, more than for the whole plan, and the price of the search covers "
-        "trials that cost no more than that"
-    )
 
 
 def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: str = "it holds") -> str:
@@ -492,7 +450,7 @@ def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> Dataset
         return None
     name, path = shared.dataset, str(shared.path)
     try:
-        found = shared.spent(history.run, history.summed)
+        found = shared.spent({history.run: history.summed})
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
         return DatasetRow(name, path, 0, None, plan.privacy.delta, shared.limit, "", str(error))
     over = _finite(max(found.epsilon, epsilon or 0.0))

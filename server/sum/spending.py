@@ -108,7 +108,7 @@ class Spending:
         return events, paid
 
     def _epsilon(self, events: Sequence[Event]) -> float:
-        return epsilon_of(self.terms.seen(events), self.terms.delta, self.terms.accountant)
+        return epsilon_of(events, self.terms.delta, self.terms.accountant)
 
 
 def _before(round_number: int, paid: Iterable[tuple[int, str]]) -> Counter[str]:

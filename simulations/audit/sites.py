@@ -49,7 +49,7 @@ from cloister.privacy.audit.fit import Check, Noise, change, counted, problem
 from cloister.privacy.audit.lower_bounds import ALARM, distinguish
 from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.privacy.mechanism.correlated import Blt, sensitivity
-from cloister.privacy.mechanism.events import Event, Selection, Skellam
+from cloister.privacy.mechanism.events import Event, Skellam
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism, noised_with
 from cloister.privacy.report.report import AuditRow
@@ -109,7 +109,6 @@ class Law:
             event: What was charged.
             mechanism: Of the plan's terms.
         """
-        assert not isinstance(event, Selection), "no site is charged a selection"
         if isinstance(event, Skellam):
             root, change = math.sqrt(event.variance), event.l2 / mechanism.scale
             extra = [l2 / math.sqrt(variance) for variance, l2, _ in event.extra]

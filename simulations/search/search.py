@@ -1,8 +1,7 @@
 """A search over fields of a plan: its settings, the plan of each trial, and what is refused before the first one.
 
-A search never changes what a run is compared by, whose data it reads, or what a privacy unit protects. Under a privacy
-unit all trials must be draws of one law and have one cost (Papernot and Steinke 2022), so a field that changes what a
-round costs is refused, and so is everything that lets one trial depend on another.
+A search never changes what a run is compared by, whose data it reads, or what a privacy unit protects, and by which
+noise.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.protocol.errors import CloisterError, PlanError, SearchError
-from cloister.protocol.plan.plan import NO_EVALUATION, Count, Plan, SelectionSection
+from cloister.protocol.plan.plan import NO_EVALUATION, Count, Plan
 from cloister.protocol.plan.settings import Section, Settings
-from cloister.protocol.plan.soundness import changed, from_json
+from cloister.protocol.plan.soundness import changed
 
 Value = bool | int | float | str
 Bound = Annotated[int | float, Field(ge=-1e15, le=1e15)]
@@ -29,8 +28,6 @@ Values = Mapping[str, Value]
 
 LARGEST_GRID = 1000
 """Most points of a grid, each of which is read as a plan before the first trial."""
-_TRIES = 1000
-"""Draws of settings until one makes a sound plan."""
 
 _SECTIONS = {
     "run": ("rounds",),
@@ -127,24 +124,17 @@ class Search(Section):
     """A search: which fields, how trials are chosen, and how many."""
 
     sampler: Literal["grid", "random", "tpe"] = "tpe"
-    """How settings are chosen: `grid`: each combination; `random`; `tpe`: by the losses of earlier trials. Under a
-    privacy unit `random`, or a random point of the `grid` for each trial."""
+    """How settings are chosen: `grid`: each combination; `random`; `tpe`: by the losses of earlier trials."""
     trials: Count | None = None
-    """Trials. None: all points of a grid; a value is needed otherwise. Under a privacy unit `law` takes its place."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    """Seed of the sampler; None: 0. Under a privacy unit it is secret."""
+    """Trials. None: all points of a grid; a value is needed otherwise."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the sampler."""
     pruner: Literal["none", "median", "hyperband"] = "none"
-    """Which trials are ended early by their losses after each round; none under a privacy unit."""
+    """Which trials are ended early by their losses after each round."""
     startup: Count = 5
     """Trials that are not ended early by the pruner `median`."""
     workers: Count = 1
     """Trials that run at the same time, each in a process with its own workers for the sites."""
-    law: Literal["logarithmic", "geometric", "negative-binomial", "poisson"] | None = None
-    """Under a privacy unit the law from which the number of trials is drawn, in secret."""
-    mean: Annotated[float, Field(gt=1, le=1000)] | None = None
-    """Mean of that law."""
-    shape: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    """Shape of the truncated negative binomial law."""
     parameter: tuple[ParameterSection, ...] = ()
     """The fields that are searched."""
 
@@ -155,7 +145,7 @@ class Search(Section):
             yield dict(zip(names, values, strict=True))
 
     def count(self) -> int:
-        """Trials of a search without a privacy unit."""
+        """Trials."""
         if self.trials is not None:
             return self.trials
         return math.prod(len(parameter.points()) for parameter in self.parameter)
@@ -189,23 +179,6 @@ def trial_plan(plan: Plan, values: Values) -> Plan:
     return changed(plan, values)
 
 
-def private_plan(plan: Plan, search: Search, identity: str) -> Plan:
-    """A plan with a privacy unit as the trials of a search have it: it says that it is one.
-
-    Raises:
-        PlanError: it cannot be a trial.
-    """
-    assert search.law is not None, "a checked search has a law under a privacy unit"
-    assert search.mean is not None, "and a mean"
-    poisson = search.law == "poisson"
-    shape = {"logarithmic": 0.0, "geometric": 1.0, "negative-binomial": search.shape}.get(search.law)
-    chosen = SelectionSection(
-        search=identity, law="poisson" if poisson else "negative-binomial", mean=search.mean, shape=shape
-    )
-    simulation = plan.simulation.model_copy(update={"search": chosen})
-    return from_json(plan.model_copy(update={"simulation": simulation}).to_json())
-
-
 def check(plan: Plan, search: Search) -> None:
     """Refuse what the plan does not allow to search, and each trial that is known to be unsound.
 
@@ -216,7 +189,6 @@ def check(plan: Plan, search: Search) -> None:
         PlanError: a trial's plan is not sound.
         SearchError: a field may not be searched, or the settings do not fit the plan.
     """
-    private = plan.privacy.unit != "none"
     if plan.server.evaluation == NO_EVALUATION:
         raise SearchError(
             "server.evaluation",
@@ -224,80 +196,36 @@ def check(plan: Plan, search: Search) -> None:
             expected="held-out records: trials are compared by their loss on them",
             fix="name public records in server.evaluation",
         )
-    _check_law(search, private=private)
     for parameter in search.parameter:
-        _check_field(parameter.field, private=private)
+        _check_field(plan, parameter.field)
     for parameter in search.parameter:
         for value in parameter.edges():
             values = {parameter.field: value}
-            tried = _tried(plan, values)
-            if parameter.field.startswith("model.config."):
-                _check_model(tried, values)
-            if private:
-                _check_cost(plan, tried, parameter.field, value)
-    if search.sampler == "grid":
-        for point in search.grid():
-            _tried(plan, point)
+            with of_trial(values):
+                tried = trial_plan(plan, values)
+                if parameter.field.startswith("model.config."):
+                    from cloister.lm.model.model import count_parameters  # takes seconds to import
+
+                    count_parameters(tried)
+    for point in search.grid() if search.sampler == "grid" else ():
+        with of_trial(point):
+            trial_plan(plan, point)
 
 
-def draw(plan: Plan, search: Search, source: random.Random) -> Values:
-    """Settings of one trial under a privacy unit: a draw that depends on no other trial, of those that are sound.
-
-    Args:
-        plan: The plan.
-        search: The search.
-        source: Secret randomness.
+@contextmanager
+def of_trial(values: Values) -> Iterator[None]:
+    """Let an error name the trial by its settings.
 
     Raises:
-        SearchError: hardly any combination of the settings makes a sound plan.
+        PlanError: in place of any error.
     """
-    for _ in range(_TRIES):
-        values: dict[str, Value] = {
-            parameter.field: source.choice(parameter.points())
-            if search.sampler == "grid"
-            else parameter.draw(source)
-            for parameter in search.parameter
-        }
-        try:
-            tried = trial_plan(plan, values)
-        except PlanError:
-            continue
-        _check_cost(plan, tried, ", ".join(values), list(values.values()))
-        return values
-    raise SearchError(
-        "parameter",
-        expected="settings of which some combinations make a sound plan",
-        fix="`cloister plan check` says what is wrong with one",
-    )
-
-
-def _tried(plan: Plan, values: Values) -> Plan:
-    """The plan of a trial, whose error names the search."""
     try:
-        return trial_plan(plan, values)
-    except PlanError as error:
-        raise _of_trial(error, values) from error
-
-
-def _check_model(tried: Plan, values: Values) -> None:
-    """Refuse a trial whose model cannot be built.
-
-    Raises:
-        PlanError: its configuration is not one of a model.
-    """
-    from cloister.lm.model.model import count_parameters  # takes seconds to import
-
-    try:
-        count_parameters(tried)
+        yield
     except CloisterError as error:
-        raise _of_trial(error, values) from error
-
-
-def _of_trial(error: CloisterError, values: Values) -> PlanError:
-    shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
-    return PlanError(
-        f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
-    )
+        shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
+        raise PlanError(
+            f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
+        ) from error
 
 
 def _check(search: Search) -> None:
@@ -321,8 +249,9 @@ def _check(search: Search) -> None:
             expected=f"a grid of at most {LARGEST_GRID} points",
             fix='set fewer choices or larger steps, or sampler = "random"',
         )
-    if (search.shape is not None) != (search.law == "negative-binomial"):
-        raise SearchError("shape", search.shape, expected='a value exactly with law = "negative-binomial"')
+    if (search.trials is None) != (search.sampler == "grid"):
+        expected = "no value with" if search.sampler == "grid" else "a number with"
+        raise SearchError("trials", search.trials, expected=f'{expected} sampler = "{search.sampler}"')
     if search.pruner != "median" and search.startup != Search().startup:
         raise SearchError("startup", search.startup, expected='no value; only valid with pruner = "median"')
 
@@ -351,51 +280,8 @@ def _check_range(name: str, parameter: ParameterSection) -> None:
         )
 
 
-_INDEPENDENT = "with a privacy unit: the price is that of independent trials"
-_FIXED_BY_LAW = (
-    (
-        "sampler",
-        "tpe",
-        f'"random" or "grid" {_INDEPENDENT}, and TPE chooses a trial by the losses of earlier ones',
-    ),
-    ("pruner", "median", f'"none" {_INDEPENDENT}, and a pruner compares them'),
-    ("pruner", "hyperband", f'"none" {_INDEPENDENT}, and a pruner compares them'),
-)
-"""Values that are refused under a privacy unit, and why."""
-_DRAWN = {
-    "trials": "no value with a privacy unit: the best of a fixed number of trials costs what all of them cost",
-    "seed": "no value with a privacy unit: a reader who knows the settings of all trials would learn from those of the "
-    "best one how many there were",
-}
-"""Fields that have no value under a privacy unit, and why."""
-
-
-def _check_law(search: Search, *, private: bool) -> None:
-    for name in ("law", "mean"):
-        value = getattr(search, name)
-        if private and value is None:
-            raise SearchError(
-                name,
-                expected="a value with a privacy unit, under which the number of trials is drawn in secret",
-                fix='set law = "logarithmic" and mean = 10',
-            )
-        if not private and value is not None:
-            expected = "no value; only valid with a privacy unit, under which the number of trials is drawn"
-            raise SearchError(name, value, expected=expected, fix="set trials")
-    if private:
-        for name, value, expected in _FIXED_BY_LAW:
-            if getattr(search, name) == value:
-                raise SearchError(name, value, expected=expected)
-        for name, expected in _DRAWN.items():
-            if getattr(search, name) is not None:
-                raise SearchError(name, getattr(search, name), expected=expected, fix=f"remove {name}")
-    elif (search.trials is None) != (search.sampler == "grid"):
-        expected = "no value with" if search.sampler == "grid" else "a number with"
-        raise SearchError("trials", search.trials, expected=f'{expected} sampler = "{search.sampler}"')
-
-
-def _check_field(field: str, *, private: bool) -> None:
-    if field == "privacy.clip" and not private:
+def _check_field(plan: Plan, field: str) -> None:
+    if field == "privacy.clip" and plan.privacy.unit == "none":
         raise SearchError("parameter.field", field, expected="another field; there is no privacy unit")
     if field in SEARCHED or (field.startswith("model.config.") and field.count(".") == 2):
         return
@@ -407,46 +293,3 @@ def _check_field(field: str, *, private: bool) -> None:
         expected="a field of training: not the data, the evaluation, the seed, or what is protected and how; "
         + (f"of [{section}] {known}" if known else f"a field of {', '.join(_SECTIONS)} or model.config"),
     )
-
-
-def _check_cost(plan: Plan, tried: Plan, field: str, value: object) -> None:
-    """Refuse a trial that costs another epsilon than the plan.
-
-    Raises:
-        SearchError: it does.
-    """
-    if _cost(plan) != _cost(tried):
-        raise SearchError(
-            "parameter.field",
-            field,
-            expected=f"a field that does not change what a run costs, and with {value!r} it is another: the price of "
-            "a search is that of trials with one cost",
-            fix=f"set {field} in the plan",
-        )
-
-
-def _cost(plan: Plan) -> tuple[object, ...]:
-    found = terms(plan)
-    return found.events(plan.run.rounds), found.delta, found.accountant, found.relation
-
-
-def terms(plan: Plan) -> Terms:
-    """The privacy of a plan that has a unit."""
-    found = terms_of(plan, _dimension(plan))
-    assert found is not None, "the plan has a unit"
-    return found
-
-
-_dimensions: dict[str, int] = {}
-
-
-def _dimension(plan: Plan) -> int:
-    """The trained parameters of a plan's model, as far as its cost depends on their number."""
-    if plan.privacy.unit != "site":
-        return 1
-    from cloister.lm.model.model import count_parameters  # takes seconds to import
-
-    key = plan.model.model_dump_json()
-    if key not in _dimensions:
-        _dimensions[key] = count_parameters(plan).trained
-    return _dimensions[key]

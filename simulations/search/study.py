@@ -1,4 +1,4 @@
-"""The study of a search without a privacy unit: Optuna chooses settings and decides which trials end early.
+"""The study of a search: Optuna chooses settings and decides which trials end early.
 
 The study is an SQLite file, and this process alone writes it. Each trial is in it before its run begins, so a search
 that was killed goes on with the same settings. The sampler is made anew for each trial, with a seed of the search's and
@@ -153,7 +153,7 @@ class Study:
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         from optuna.samplers import RandomSampler, TPESampler
 
-        seed = random.Random(f"{self._search.seed or 0}/{number}").getrandbits(32)
+        seed = random.Random(f"{self._search.seed}/{number}").getrandbits(32)
         return TPESampler(seed=seed) if self._search.sampler == "tpe" else RandomSampler(seed=seed)
 
     def _values(self, asked: optuna.trial.Trial) -> Values:

@@ -20,7 +20,6 @@ from socket import socket
 from typing import Literal
 
 from cloister.protocol.errors import (
-    BudgetError,
     CloisterError,
     EngineError,
     LedgerError,
@@ -38,11 +37,8 @@ from cloister.server.record.progress import Evaluated, Event
 from cloister.simulations.engines.fork_server import modules, variables
 from cloister.simulations.engines.process import environment
 
-_ENDING = StorageError, EngineError, RunFolderError
+_ENDING = StorageError, EngineError, RunFolderError, LedgerError
 """Errors that other trials would meet too: they end the search, which can be continued."""
-_SITES = QuorumError, LedgerError, BudgetError
-"""Errors that end a search under a privacy unit too: sites never fail by what they train there, so these are not of the
-trial's settings."""
 _EXIT_S = 60.0
 """Seconds for which a trial that is over may end by itself."""
 _HELD_S = 60.0
@@ -159,7 +155,9 @@ def _work(theirs: socket, number: int, path: Path, plan_json: str, engine: Engin
     from cloister.protocol.plan.soundness import from_json
 
     plan = from_json(plan_json)
-    private, channel, says = plan.privacy.unit != "none", Channel(theirs), partial(Heard, number)
+    channel, says = Channel(theirs), partial(Heard, number)
+    # Under a privacy unit sites do not fail by what they train, so it is not of the trial's settings.
+    ending = (*_ENDING, QuorumError) if plan.privacy.unit != "none" else _ENDING
     said: Heard | CloisterError
     try:
         _simulate(channel, says, path, plan, engine)
@@ -167,8 +165,7 @@ def _work(theirs: socket, number: int, path: Path, plan_json: str, engine: Engin
     except _PrunedError:
         said = says("pruned")
     except CloisterError as error:
-        ends = isinstance(error, (*_ENDING, *_SITES) if private else _ENDING)
-        said = error if ends else says("failed", reason=one_line(error))
+        said = error if isinstance(error, ending) else says("failed", reason=one_line(error))
     channel.send(packed(said))
 
 

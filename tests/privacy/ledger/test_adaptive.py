@@ -19,14 +19,14 @@ from cloister.privacy.accounting.accountant import ORDERS, over_runs, spent
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.policy import Policy
-from cloister.privacy.mechanism.events import Gaussian, Release, SampledGaussian, Selection, Skellam, to_json
+from cloister.privacy.mechanism.events import Event, Gaussian, SampledGaussian, Skellam, to_json
 from cloister.protocol.errors import BudgetError
 from cloister.tests.parties.federation import RECORD, tiny
 
 LIMIT, DELTA = 1.0, 1e-5
 FIRST = 5.0
 """Noise of the first run, which draws every record in its one step."""
-Accepts = Callable[[Release], bool]
+Accepts = Callable[[Event], bool]
 
 
 def tail(epsilon: NDArray[np.float64] | float, noise: float, rate: float) -> NDArray[np.float64]:
@@ -67,7 +67,7 @@ def of_a_site(folder: Path) -> Iterator[Accepts]:
         config = SiteConfig(name="ward", data="data.jsonl", state=str(folder / str(number)), dataset="ward")
         spending, runs = Spending(config), iter("abc")
 
-        def accepts(event: Release, spending: Spending = spending, runs: Iterator[str] = runs) -> bool:
+        def accepts(event: Event, spending: Spending = spending, runs: Iterator[str] = runs) -> bool:
             run, asked = next(runs), replace(terms, round_events=(event,), budget=None)
             # What joins and what charges agree.
             fits = spending.after(plan, asked, run, 1, DELTA) <= LIMIT
@@ -90,7 +90,7 @@ def of_a_dataset(folder: Path) -> Iterator[Accepts]:
         assert terms is not None
         ledger.check(replace(terms, round_events=(SampledGaussian(100.0, 0.01, 1),)), "", (), ["one"])
 
-        def accepts(event: Release, ledger: DatasetLedger = ledger, runs: Iterator[str] = runs) -> bool:
+        def accepts(event: Event, ledger: DatasetLedger = ledger, runs: Iterator[str] = runs) -> bool:
             try:
                 ledger.pay(next(runs), 1, "one", 0, [event])
             except BudgetError:
@@ -143,12 +143,9 @@ def test_a_run_planned_after_the_results_of_another_stays_within_the_limit(
         SampledGaussian(1.0, 0.01, 20, "owner"),
         Gaussian(2.0, 3),
         Skellam(1e6, 100.0, 1000.0, 2),
-        Selection("poisson", 5.0, (SampledGaussian(1.0, 0.01, 5),), 2),
     ],
 )
-def test_runs_of_one_mechanism_cost_what_one_long_run_does(
-    event: Release | Selection, accountant: str
-) -> None:
+def test_runs_of_one_mechanism_cost_what_one_long_run_does(event: Event, accountant: str) -> None:
     more = replace(event, steps=7) if isinstance(event, SampledGaussian) else event
     fixed = spent([event, event, more], DELTA, "rdp" if accountant == "rdp" else "pld")
     assert over_runs([to_json([event, event]), to_json([more])], DELTA, accountant) == fixed
@@ -162,11 +159,10 @@ def test_runs_of_one_mechanism_cost_what_one_long_run_does(
         (Gaussian(4.0, 1), Skellam(1e6, 100.0, 1000.0, 2)),
         (SampledGaussian(1.0, 0.01, 1), SampledGaussian(1.0, 0.02, 1)),
         (SampledGaussian(1.0, 0.01, 1), SampledGaussian(1.0, 0.01, 1, "owner")),
-        (Gaussian(8.0, 1), Selection("poisson", 5.0, (Skellam(1e6, 100.0, 1000.0, 2),), 2)),
     ],
 )
 def test_mechanisms_that_differ_cost_more_than_if_they_were_planned_beforehand(
-    events: tuple[Release | Selection, ...],
+    events: tuple[Event, ...],
 ) -> None:
     found = over_runs([to_json([event]) for event in events], DELTA)
     assert (found.accountant, found.delta) == ("rdp", 2 * DELTA)

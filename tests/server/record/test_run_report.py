@@ -38,7 +38,7 @@ from cloister.server.record import report as server_report
 from cloister.server.record.folder import RunFiles, RunFolder, checkpoint_file, read_plan
 from cloister.server.record.history import identity
 from cloister.server.record.journal import DONE, LEFT_OUT, OPENING, REFUSED, Journal, of_sum
-from cloister.server.record.report import COMPOSED, beyond_a_trial, gather, most_charges
+from cloister.server.record.report import COMPOSED, gather, most_charges
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import CENTRAL, tiny
@@ -416,14 +416,10 @@ def test_a_site_whose_own_ledger_is_lost_carries_no_claim(
     copy = tmp_path / "lost"
     shutil.copytree(request.getfixturevalue(unit), copy)
     assert verdict(gather(copy)).holds or unit == "site"  # whose epsilon is too large
-    terms = terms_of(read_plan(copy), 1000)
-    assert terms is not None
-    assert not beyond_a_trial(RunFiles(copy), terms)
     (copy / "sites" / "site-001" / "state" / "ledger.sqlite").unlink()
     problem = gather(copy).ledger.problem
     assert "the sites' own ledgers hold" in problem
     assert problem in no_claim(copy)
-    assert beyond_a_trial(RunFiles(copy), terms) == problem
     row = next(row for row in gather(copy).sites if row.name == "site-001")
     assert "It has no ledger of its own" in row.notes
 
@@ -432,8 +428,6 @@ def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resum
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is no deployment, whose sites keep their ledgers elsewhere; new sites would begin at zero."""
-    terms = terms_of(read_plan(copy), 1000)
-    assert terms is not None
     journal = copy / "journal.sqlite"
     assert main(["report", str(copy)]) == 0
     assert "No privacy guarantee" not in capsys.readouterr().out
@@ -442,7 +436,6 @@ def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resum
     assert capsys.readouterr().out.startswith("No privacy guarantee")
     problem = no_claim(copy)
     assert "the sites' own ledgers hold no charge for site-" in problem
-    assert beyond_a_trial(RunFiles(copy), terms) == problem
     assert any("one machine or cluster with one owner" in item for item in gather(copy).trusted)
     edit(journal, "DELETE FROM entries WHERE step = 'finished' OR step = 'done' AND round = 2")
     assert main(["resume", str(copy)]) == 2
