@@ -79,6 +79,7 @@ def to_json(
         **outcome.values((*EVALUATED, *FIGURES)),
         "tokens": outcome.tokens or None if label == "token" else None,
         "texts": outcome.tokens or None if label == "text" else None,
+        "given_up": outcome.given_up,
         "gate_refused": outcome.gate_refused,
         "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
         "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
@@ -217,6 +218,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
         "refused": ", ended by refusals",
     }
     table.add_row("rounds", f"{outcome.rounds}{ends.get(outcome.stopped, '')}")
+    if outcome.given_up:
+        table.add_row("rounds given up, which changed nothing", str(outcome.given_up))
     if outcome.gate_refused:
         table.add_row("rounds refused by the gate", str(outcome.gate_refused))
     for name, value in outcome.shown(FIGURES, label):

@@ -40,6 +40,8 @@ class Outcome:
     """Seconds by phase (`phases.py`), over all processes that worked on the run. A process that was stopped counts up
     to the last round that it finished. Empty for the best trial of a private search."""
     params_sha256: str
+    given_up: int = 0
+    """Rounds that were given up: the model has nothing of them."""
     gate_refused: int = 0
     """Rounds whose mean the gate refused."""
     epsilon: float | None = None
@@ -117,6 +119,7 @@ def outcome(files: RunFiles) -> Outcome:
             *(row.get("phase_seconds", {}) for row in rows), end.detail.get("phase_seconds", {})
         ),
         params_sha256=end.detail["params_sha256"],
+        given_up=sum(not row.get("sites") for row in rows if row["round"]),
         gate_refused=sum(bool(row.get("refused")) for row in rows),
         epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
         stopped=end.detail.get("stopped", ""),

@@ -265,7 +265,8 @@ def test_rounds_that_are_lost_in_two_ways_in_a_row_stop_the_run(
             with raises(QuorumError, f"rounds 1 to {stopped}", says="given up"):
                 run(folder, federation.channel, events.append, roster=federation.roster)
         else:
-            run(folder, federation.channel, events.append, roster=federation.roster)
+            ended = run(folder, federation.channel, events.append, roster=federation.roster)
+            assert (ended.rounds, ended.given_up) == (rounds, len(away | lied))
     lost = sorted(away | lied)
     assert [event.round for event in events if isinstance(event, RoundAbandoned)] == lost
     assert len([event for event in events if isinstance(event, RoundDone)]) == (0 if stopped else 2)
