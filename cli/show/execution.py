@@ -34,7 +34,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             unless the disk refused a write: then the run can be resumed.
     """
     console = PipedConsole(stderr=arguments.json)
-    display = display_for(console, folder.plan, folder.path, json_=arguments.json)
+    display = display_for(console, folder.plan, json_=arguments.json)
     started = time.monotonic()
     outcome: Outcome | None = None
     absent = Absent()

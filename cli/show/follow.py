@@ -78,7 +78,7 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
         EngineError: the run has failed, or was stopped; or the coordinator has ended.
     """
     console = PipedConsole(stderr=json_)
-    display = display_for(console, read_plan(path), path, json_=json_)
+    display = display_for(console, read_plan(path), json_=json_)
     started = time.monotonic()
     state, reason, absent = "", "", Absent()
     with display:

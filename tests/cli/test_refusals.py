@@ -440,7 +440,6 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "generate": ["x", "--prompt", "x"],
         "export": ["x", "x"],
         "compress": ["x", "--int8"],
-        "budget": ["--unit", "site"],
         "provision": ["x", "--out", "x"],
         "simulate": [],
         "submit": ["x", "--to", "x"],
