@@ -7,7 +7,6 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
@@ -61,6 +60,7 @@ from cloister.protocol.machine.storage import sync_to_disk, write_file, write_fo
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
+from cloister.protocol.plan.template import to_toml
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import identity, next_start, reached, run_history
@@ -524,20 +524,17 @@ def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> Non
     """Write the `site.toml` of the site with a number, and declare its rounding."""
     name, profile = site_name(index), profile_of(plan, index)
     declare_rounding(plan, name, sites.state(name))
-    keys = {
-        "name": name,
-        "data": "data.jsonl",
-        "state": "state",
-        "identity": "identity.pem",
-        "plan": plan.digest(),
-        "secure": plan.aggregation.secure,
-        "speed": profile.speed,
-        **more,
-    }
-    mesh = profile.mesh.model_dump(exclude_defaults=True)
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in keys.items()]
-    lines += ["[mesh]\n"] * bool(mesh) + [f"{key} = {json.dumps(value)}\n" for key, value in mesh.items()]
-    sites.config(name).write_text("".join(lines), encoding="utf-8")
+    config = SiteConfig(
+        name=name,
+        data="data.jsonl",
+        state="state",
+        identity="identity.pem",
+        plan=plan.digest(),
+        secure=plan.aggregation.secure,
+        speed=profile.speed,
+        mesh=profile.mesh,
+    ).model_copy(update=more)
+    sites.config(name).write_text(to_toml(config, comments=False), encoding="utf-8")
 
 
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:

@@ -29,7 +29,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     Args:
         folder: The run folder, new or with some rounds done.
-        arguments: `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
+        arguments: `workers`, `ray_address`, `json`, and of `resume` `per_site`, as the verb parsed them.
         new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
             unless the disk refused a write: then the run can be resumed.
     """
@@ -63,7 +63,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             if arguments.json:  # first, so that it depends on nothing that follows
                 print(json.dumps(to_json(folder, outcome, absent, seconds=seconds)), flush=True)
             losses = None
-            if folder.plan.simulation.per_site or arguments.per_site:
+            if folder.plan.simulation.per_site or getattr(arguments, "per_site", False):
                 losses = losses_of_sites(console, folder, display, arguments.workers)
         if not arguments.json:
             print_outcome(console, folder, outcome, losses, absent)

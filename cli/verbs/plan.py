@@ -62,7 +62,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     records, not_used = _records(plan)
     estimate = cost(plan, *count_parameters(plan))
-    secure = secure_cost(plan, estimate.trained_parameters)
+    secure = secure_cost(plan)
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
         found = {
@@ -215,8 +215,6 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "sites that must finish", f"{secure.quorum}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)
-    yield "more work at a site, about", f"{secure.site_s:.2g} s"
-    yield "more work at the coordinator, about", f"{secure.coordinator_s:.2g} s"
 
 
 def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:

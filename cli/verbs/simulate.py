@@ -14,7 +14,6 @@ from cloister.cli.options.shared_options import (
     Parser,
     add_engine,
     add_json,
-    add_per_site,
     add_plan,
     chosen_plan,
     folder_for,
@@ -41,7 +40,6 @@ def options(parser: Parser) -> None:
         to=over,
     )
     parser.value("--out DIR", "run folder, new or empty (default: runs/NAME)")
-    add_per_site(parser)
     add_engine(parser)
     add_json(parser)
 
@@ -56,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
         "simulation.dataset": arguments.dataset and _text(arguments.dataset),
         "simulation.greatest_epsilon": arguments.greatest_epsilon,
-        "simulation.per_site": "true" if arguments.per_site else None,
     }
     plan = chosen_plan(arguments, fields)
     with RunFolder.create(folder_for(arguments.out, Path("runs"), plan.run.name), plan) as folder:

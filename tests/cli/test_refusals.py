@@ -274,8 +274,8 @@ def test_the_losses_of_each_site_are_refused_under_a_privacy_unit(
     private = parse("", CENTRAL)
     run = tmp_path / "run"
     refused = 'simulation.per_site is True: expected no value; only valid with privacy.unit = "none"'
-    arguments = ("simulate", str(small_plan), *set_options(CENTRAL), "--out", str(run))
-    assert refused in lone_refusal(capsys, *arguments, "--per-site")
+    arguments = ("simulate", str(small_plan), *set_options([*CENTRAL, "simulation.per_site=true"]))
+    assert refused in lone_refusal(capsys, *arguments, "--out", str(run))
     assert not run.exists()
     RunFolder.create(run, private).close()
     assert refused in lone_refusal(capsys, "resume", str(run), "--per-site")

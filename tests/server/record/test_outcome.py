@@ -30,7 +30,7 @@ from cloister.tests.tools.command import found, ran, set_options
 from cloister.tests.tools.raises import raises
 
 PER_SITE = "Held-out loss of each site"
-STEPS = "of 8 held-out losses of sites"
+STEPS = "of 4 held-out losses of sites"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_each_site_is_evaluated_in_the_workers_and_a_missing_one_is_named(
 ) -> None:
     code, out, _ = ran(capsys, "resume", str(again), "--per-site")
     assert code == 0
-    for done in range(9):
+    for done in range(5):
         assert f"{done} {STEPS}" in out
     (line,) = [line for line in out.splitlines() if line.startswith("not shown")]
     assert line.startswith("not shown: the held-out loss of site-002: ")
@@ -167,7 +167,7 @@ def test_ctrl_c_among_the_sites_leaves_a_finished_run_and_says_so(
     again: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(_display: LineDisplay, event: Event) -> None:
-        if event == Step("held-out losses of sites", 1, 8):
+        if event == Step("held-out losses of sites", 1, 4):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -209,10 +209,10 @@ def test_a_model_of_few_positions_writes_as_much_as_they_hold_and_no_evaluation_
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["model.config.max_position_embeddings=24", "server.evaluation=none", "run.rounds=1"]
-    arguments = set_options(settings)
+    arguments = set_options([*settings, "simulation.per_site=true"])
     out = tmp_path / "run"
     code, printed, err = ran(
-        capsys, "simulate", str(small_plan), *arguments, "--per-site", "--out", str(out), "--workers", "2"
+        capsys, "simulate", str(small_plan), *arguments, "--out", str(out), "--workers", "2"
     )
     assert code == 0, err
     assert "the final model writes: The" in printed
