@@ -106,7 +106,8 @@ def describe(event: progress.Event) -> str:
                 parts.append(f"refused by the gate, so the model is unchanged ({event.refused})")
             parts += _lines(FIGURES, event.figures, event.label)
             if event.figures.get("tokens"):
-                parts.append(f"{_rate(event):,.0f} {event.label}s/s")
+                rate = event.figures["tokens"] / event.seconds if event.seconds else 0.0
+                parts.append(f"{rate:,.0f} {event.label}s/s")
             if event.epsilon is not None:
                 parts.append(f"epsilon {at_most(event.epsilon)}, {event.seconds:.1f} s")
             return ", ".join(parts)
@@ -134,10 +135,6 @@ def _how(plan: Plan) -> str:
         return f"{how}, NO differential privacy"
     declared = ", noise from a DECLARED seed" if plan.simulation.noise_seed is not None else ""
     return f"{how}, private per {unit}{declared}"
-
-
-def _rate(event: progress.RoundDone) -> float:
-    return event.figures.get("tokens", 0) / event.seconds if event.seconds else 0.0
 
 
 class LiveDisplay(LineDisplay):

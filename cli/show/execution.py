@@ -71,7 +71,8 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
         if outcome is None:
             _print_how_to_continue(console, folder)
         else:
-            _print_that_it_is_finished(console, folder)
+            show = f"show its outcome with: {folder.resume_command()}"
+            console.say(f"the run is finished, and its model is in {folder.final}; {show}", "yellow")
         raise
     except CloisterError as error:
         if not _begun(folder):
@@ -94,9 +95,3 @@ def _begun(folder: RunFolder) -> bool:
 
 def _print_how_to_continue(console: PipedConsole, folder: RunFolder) -> None:
     console.say(f"stopped; continue with: {folder.resume_command()}", "yellow")
-
-
-def _print_that_it_is_finished(console: PipedConsole, folder: RunFolder) -> None:
-    command = folder.resume_command()
-    line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
-    console.say(line, "yellow")

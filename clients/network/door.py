@@ -37,7 +37,6 @@ from cloister.protocol.errors import (
     CloisterError,
     DoorError,
     MemberError,
-    StorageError,
     TransferError,
     UntrustedError,
     visible,
@@ -309,7 +308,7 @@ class DoorSite:
                     moving.moved()
                     self._heard(said := _parsed(data))
                     if said.WhichOneof("said") == "alive":
-                        self._note(said.alive.head)
+                        visitor.heads.note(COORDINATOR, Head(said.alive.head.number, said.alive.head.hash))
             except grpc.RpcError as error:
                 _log.info("door: the session broke: %s", printable(_details(error)))
             finally:
@@ -328,12 +327,6 @@ class DoorSite:
         with self._changed:
             self._requests.heard(said)
             self._changed.notify_all()
-
-    def _note(self, seen: pb.Head) -> None:
-        try:
-            self._visitor.heads.note(COORDINATOR, Head(seen.number, seen.hash))
-        except StorageError as error:  # less is found; the session goes on
-            _log.warning("%s", error)
 
     def _own(self) -> pb.Head:
         """The head of the site's audit log; an empty one where it cannot be read, which other places say."""
@@ -472,9 +465,13 @@ class DoorSite:
             vectors=[pb.Vector(hash=each.name, size=each.data.nbytes) for each in reply.vectors],
         )
         sent = [each for each in reply.vectors if each.data.nbytes]
+
+        def send(vector: Named) -> bool:
+            return self._persist(lambda session: self._upload(session, id, vector))
+
         session: _Session | None = None
         while (session := self._open_session(session)) is not None:
-            if not all(self._streams.map(partial(self._send, id), sent)):
+            if not all(self._streams.map(send, sent)):
                 return False
             with self._changed:
                 session = self._session
@@ -484,9 +481,6 @@ class DoorSite:
                 if self._requests.taken == id:
                     return not self._requests.unasked
         return False
-
-    def _send(self, id: bytes, vector: Named) -> bool:
-        return self._persist(lambda session: self._upload(session, id, vector))
 
     def _settled(self, id: bytes, session: _Session) -> bool:
         """Whether a reply that was sent in a session need not be waited for in it any longer."""

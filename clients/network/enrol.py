@@ -100,12 +100,6 @@ def enrol(address: str, request: Request) -> Enrolment:
     return Enrolment(Entrance(founded.name, address, founded.authority), code)
 
 
-def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federation | None:
-    """The newest version of the federation, as `following` gets it; None while the site's request waits."""
-    found = following(entrance, name, identity, 0)
-    return found[0] if found else None
-
-
 def following(
     entrance: Entrance, name: str, identity: Ed25519PrivateKey, installed: int
 ) -> tuple[Federation, int] | None:
@@ -162,19 +156,19 @@ def wait_for_approval(
         pause: Waits for some seconds.
 
     Raises:
-        CloisterError: as for `newest`, but not where the coordinator is away.
+        CloisterError: as for `following`, but not where the coordinator is away.
     """
-    away = ""
+    away = False
     while True:
         try:
-            federation = newest(enrolment.entrance, name, identity)
-            away = ""
+            found = following(enrolment.entrance, name, identity, 0)
+            away = False
+            if found is not None:
+                return found[0]
         except CloisterError as error:
             if type(error) is not DoorError:
                 raise
             if not away:
                 told(f"{error}; trying again")
-            away, federation = str(error), None
-        if federation is not None:
-            return federation
+            away = True
         pause(_POLL_S)

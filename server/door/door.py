@@ -273,9 +273,9 @@ class Door(Closing):
                     case "ask":
                         self._ask(run, said.ask)
                     case "taken":
-                        self._taken(said.taken)
+                        self._forget(said.taken, taken=True)
                     case "withdrawn":
-                        self._withdraw(said.withdrawn)
+                        self._forget(said.withdrawn, taken=False)
                     case "over":
                         self._over(run)
         except (asyncio.IncompleteReadError, ConnectionError):  # its process has ended
@@ -342,17 +342,15 @@ class Door(Closing):
         """Bytes that are still to come of the uploads that sites have begun."""
         return sum(site.pending.arrivals.missing for site in self._sites.values() if site.pending)
 
-    def _taken(self, of: pb.Of) -> None:
+    def _forget(self, of: pb.Of, *, taken: bool) -> None:
+        """The run has taken the reply of a site, or does not wait for it any more."""
         site = self._sites[of.site]
         if site.pending is not None and site.pending.asked.id == of.request:
-            site.taken, site.pending = site.pending.folder, None
-            if site.session is not None:
-                site.session.tell(taken=pb.Taken(id=of.request))
-
-    def _withdraw(self, of: pb.Of) -> None:
-        site = self._sites[of.site]
-        if site.pending is not None and site.pending.asked.id == of.request:
-            site.pending = None
+            pending, site.pending = site.pending, None
+            if taken:
+                site.taken = pending.folder
+                if site.session is not None:
+                    site.session.tell(taken=pb.Taken(id=of.request))
 
     def _over(self, run: Behind) -> None:
         """The run has ended: its sites forget it, and its uploads are removed."""
@@ -619,19 +617,16 @@ class Door(Closing):
             match said.WhichOneof("said"):
                 case "alive":
                     self._end_if_removed(site)  # by a command that has not reached this process
-                    head = await self._disk(partial(self._heads_with, site, said.alive.head))
+                    head = await self._disk(partial(self._exchange_heads, site, said.alive.head))
                     session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
 
-    def _heads_with(self, site: Site, seen: pb.Head) -> Head:
+    def _exchange_heads(self, site: Site, seen: pb.Head) -> Head:
         """Keep the head of a site's audit log; that of the coordinator's."""
-        try:
-            self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
-        except StorageError as error:  # less is found; the session goes on
-            _log.warning("%s", error)
+        self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
         return self._heads.own()
 
     async def _tell(self, session: Session, context: Context) -> None:

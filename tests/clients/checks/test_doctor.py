@@ -18,9 +18,9 @@ from cloister.aggregation.sums import Sums
 from cloister.clients.checks.doctor import site_bytes
 from cloister.protocol.identity.address import free_port, port_of
 from cloister.protocol.identity.certificates import read_certificate
+from cloister.protocol.machine.storage import lock
 from cloister.protocol.plan.soundness import parse
 from cloister.server.federation.doctor import coordinator_bytes
-from cloister.server.federation.registry import Renewal
 from cloister.tests.parties.doctor_parties import (
     NOW,
     SITE,
@@ -361,24 +361,17 @@ def test_the_coordinator_checks_itself(parties: Rehearsal) -> None:
     report = coordinator(parties)
     assert report.code == 0
     assert list(report.hops) == ["federation", "certificates", "releases", "disk", "DNS", "port"]
-    with parties.answers():
+    with lock(parties.coordinator / "lock", "no other coordinator"), parties.answers():
         report = coordinator(parties)
     assert report.code == 0
-    assert "is served with" in report.hops["port"]["what"]
+    assert "coordinator start` runs" in report.hops["port"]["what"]
 
 
 def test_31_a_port_is_taken(parties: Rehearsal) -> None:
     with Listener(says(b""), port_of(parties.door)):
         assert "ss -ltnp" in coordinator(parties).fault("port")
-    with parties.serves():  # with TLS, and another certificate
-        parties.reissue(["127.0.0.1"])
+    with parties.answers():  # of another process than the coordinator's
         assert "ss -ltnp" in coordinator(parties).fault("port")
-
-
-def test_32_a_certificate_that_is_renewed_is_served_at_once(parties: Rehearsal) -> None:
-    with parties.answers():
-        parties.registry.renew(Renewal(), NOW)
-        assert coordinator(parties).code == 0
 
 
 def test_33_a_certificate_of_the_coordinator_has_expired(make: Make) -> None:
