@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from cloister.cli.show.console import columns
-from cloister.cli.verbs.plan import size
 from cloister.clients.checks.doctor import site_bytes
 from cloister.clients.checks.memory_estimate import RankMemory, estimated_memory
 from cloister.clients.ranks.device_mesh import is_here, memory_of, mesh_for
 from cloister.lm.parallel.mesh import Mesh
 from cloister.protocol.errors import ModelError
+from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.plan.plan import MeshSection, Plan
 
 ABSENT = 4

@@ -18,6 +18,7 @@ from cloister.privacy.accounting.claims import unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 
@@ -122,15 +123,6 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
         if source and local(source):
             counts[field] = len(usable(public, field, source, split).records)
     return counts, line
-
-
-def size(count: float) -> str:
-    """A number of bytes, for people: three digits and a unit."""
-    for name in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {name}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:

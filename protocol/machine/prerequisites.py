@@ -106,11 +106,20 @@ def check_space(folder: Path, needed: int | None, why: str) -> str:
     if free < needed:
         raise MachineError(
             "free space",
-            f"{_size(free)} at {there}",
-            expected=f"{_size(needed)} {why}",
+            f"{size(free)} at {there}",
+            expected=f"{size(needed)} {why}",
             fix="free space, or move the folder to a larger file system",
         )
-    return f"{_size(free)} free at {there}; {_size(needed)} {why}"
+    return f"{size(free)} free at {there}; {size(needed)} {why}"
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people: three digits and a unit."""
+    for name in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {name}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def _release(name: str) -> str | None:
@@ -118,7 +127,3 @@ def _release(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 10**8 else f"{count / 1e6:,.1f} MB"
