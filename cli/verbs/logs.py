@@ -1,7 +1,7 @@
 """`cloister logs`: print the audit log of a coordinator or a site, and verify it.
 
 Print every join, refusal, release and charge, of a coordinator (the folder of its federation) or a site (its TOML
-file), and verify the hash chain: exit code 1 if it does not verify. A coordinator and a site log to their standard error
+file), and verify the hash chain: exit code 1 if it does not verify. A coordinator and a site log to standard error
 themselves, and the process of a run to coordinator.log in the run folder.
 """
 
