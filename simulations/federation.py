@@ -540,7 +540,8 @@ def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> Non
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:
     """One environment for each worker: its threads, and its GPU where there are any."""
     gpus = torch.cuda.device_count()
-    count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else _cpu_workers(plan))
+    on_cpu = max(1, len(os.sched_getaffinity(0)) // plan.local.threads)
+    count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else on_cpu)
     count = min(count, plan.cohort.sites)
     return [
         {**fork_server.variables(plan), **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
@@ -552,7 +553,3 @@ def _gpu(index: int) -> str:
     """The name of a GPU by its number among those this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)
-
-
-def _cpu_workers(plan: Plan) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // plan.local.threads)

@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 
 from cloister.clients.ranks.resident import Resident
 from cloister.lm.model.model import load_model
+from cloister.protocol.errors import PlanError
 from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.plan.plan import NO_EVALUATION, Plan
@@ -61,13 +62,6 @@ class Losses:
     """The other sites, each with the reason."""
 
 
-def not_evaluated(plan: Plan) -> str:
-    """Why the sites of a plan cannot be evaluated one by one; empty if they can."""
-    if plan.server.evaluation == NO_EVALUATION:
-        return f'server.evaluation is "{NO_EVALUATION}"'
-    return "" if plan.data.held_out else "data.held_out is 0"
-
-
 def per_site(
     folder: RunFolder,
     observe: Observer = lambda _event: None,
@@ -82,16 +76,20 @@ def per_site(
     instance, is a problem of that site alone.
 
     Args:
-        folder: The folder of a finished run whose plan `not_evaluated` does not refuse.
+        folder: The folder of a finished run.
         observe: Receives the progress.
         workers: Worker processes; None: as many as the hardware of this machine allows.
         watch: Called when a site starts and stops working.
 
     Raises:
+        PlanError: the plan evaluates nothing, or the sites hold nothing out.
         RunFolderError: a checkpoint is missing or damaged.
         EngineError: worker processes cannot be started.
     """
     plan, count = folder.plan, folder.plan.cohort.sites
+    if plan.server.evaluation == NO_EVALUATION or not plan.data.held_out:
+        field = "server.evaluation" if plan.server.evaluation == NO_EVALUATION else "data.held_out"
+        raise PlanError(field, expected="an evaluation, on records that sites hold out")
     observe(Step(_STEPS, 0, count))
     base = base_of(plan, public_model(folder, lambda _event: None))
     base_hash = b"" if base is None else vector_hash(base)

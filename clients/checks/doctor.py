@@ -27,7 +27,6 @@ _HOPS: tuple[tuple[str, Callable[[Route], str], int], ...] = (
     ("TCP", Route.connect, 1),
     ("CONNECT", Route.tunnel, 1),
     ("TLS", Route.handshake, 4),  # a certificate that is refused is fetched again, to say what it is
-    ("ALPN", Route.negotiated, 0),
 )
 """The hops to the door, and the waits of each."""
 

@@ -71,7 +71,7 @@ def edited(path: Path, old: str, new: str) -> None:
 # Without a fault
 
 
-WAY = ("proxy", "DNS", "TCP", "CONNECT", "TLS", "ALPN", "door")
+WAY = ("proxy", "DNS", "TCP", "CONNECT", "TLS", "door")
 """The hops to the door."""
 
 
@@ -102,7 +102,7 @@ def test_the_text_fits_a_small_terminal_and_repeats_the_first_failure(
     assert (code, err) == (1, "")
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == f"site {SITE}: 12 hops; it waits at most 8 s for others"
+    assert lines[0] == f"site {SITE}: 11 hops; it waits at most 8 s for others"
     at = next(index for index, line in enumerate(lines) if line.startswith("failed "))
     failed, fix = lines[at], lines[at + 1]
     assert failed.split()[1] == "TCP"
@@ -340,7 +340,7 @@ def test_22_a_certificate_that_is_not_valid(
 
 def test_23_no_http2(parties: Rehearsal) -> None:
     with parties.serves(protocols=()):
-        fault = parties.doctor().fault("ALPN")
+        fault = parties.doctor().fault("TLS")
     assert "expected h2" in fault
     assert "let TCP through" in fault
 

@@ -216,7 +216,7 @@ def test_a_model_of_few_positions_writes_as_much_as_they_hold_and_no_evaluation_
     )
     assert code == 0, err
     assert "the final model writes: The" in printed
-    assert 'not shown: the held-out loss of each site: server.evaluation is "none"' in printed
+    assert "not shown: the held-out loss of each site: server.evaluation: expected" in printed
     assert PER_SITE not in printed
     assert not (out / "sites.json").exists()
     assert read_plan(out).simulation.per_site  # a resumed run shows them too
