@@ -38,7 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
                 fix=f"continue it with: {folder.resume_command()}",
             )
         if arguments.per_site:
-            changed(
-                folder.plan, {"simulation.per_site": True}
-            )  # refused where the plan could not have said so
+            changed(folder.plan, {"simulation.per_site": True})  # refused where the plan could not say so
         return execute(folder, arguments, new=False)

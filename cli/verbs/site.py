@@ -155,9 +155,8 @@ def _start(arguments: argparse.Namespace) -> int:
         with_rest = True
     sys.stderr.flush()
     if with_rest:
-        os._exit(
-            130
-        )  # a training in another thread would keep the process: it is begun again when the site is back
+        # A training in another thread would keep the process: it is begun again when the site is back.
+        os._exit(130)
     return 0
 
 

@@ -262,7 +262,7 @@ class Door(Closing):
         try:
             run = self._run = Behind((await received(reader)).begin, writer)
             for name in run.sites:
-                site = self._sites.setdefault(name, Site(name))
+                site = self._site(name)
                 site.sent = site.received = 0
             run.timers.add(asyncio.create_task(self._show(run)))
             _log.info("the door serves run %s", run.label, extra={"run": run.label})
@@ -512,10 +512,7 @@ class Door(Closing):
         proof, member = await self._challenge(hello, context)
         if not member:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        site, seen = (
-            self._sites.setdefault(hello.name, Site(hello.name)),
-            Head(proof.seen.number, proof.seen.hash),
-        )
+        site, seen = self._site(hello.name), Head(proof.seen.number, proof.seen.hash)
         site.rate.take()
         site.sessions.take()
         await self._disk(partial(self._heads.check, hello.name, seen))
@@ -532,6 +529,9 @@ class Door(Closing):
         proof = _said(await context.read(), "proof").proof
         verify_proof(proof.signature, hello.name, proof.key, self._federation().entrance, nonces)
         return proof, self._is_member(hello.name, proof.key)
+
+    def _site(self, name: str) -> Site:
+        return self._sites.setdefault(name, Site(name))
 
     def _is_member(self, name: str, public: bytes) -> bool:
         """Whether the newest version of the federation has a site with a key."""
@@ -554,7 +554,7 @@ class Door(Closing):
                 self._enrolments.hear(hello.name, proof.key)
                 await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
                 return
-        self._sites.setdefault(hello.name, Site(hello.name)).rate.take()
+        self._site(hello.name).rate.take()
         newest = self._federation()
         following = await self._disk(partial(self._enrolments.following, hello.installed, newest))
         document = _document(following)
@@ -687,9 +687,8 @@ class Door(Closing):
                 return
             start = _parsed(pb.Part, first)
             vector = start.vector
-            if (
-                site.pending is not pending or start.request != pending.asked.id
-            ):  # of a reply to an earlier one
+            # Otherwise it may be of a reply to an earlier request.
+            if site.pending is not pending or start.request != pending.asked.id:
                 raise TransferError("vector", expected="a request that waits for its reply")
             arrival = pending.arrivals.begin(vector.hash, vector.size)
             for folder in pending.folder.parent.iterdir():

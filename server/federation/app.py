@@ -126,9 +126,8 @@ class GridChannel:
         try:
             held = self._sender.opened(name, of.envelope, held)
         except SecureSumError as error:
-            said = reply_in(
-                held, node
-            )  # not sealed, so nobody's: of a site that does not know the coordinator
+            # Not sealed, so nobody's: of a site that does not know the coordinator.
+            said = reply_in(held, node)
             why = f" (it says: {said.reason})" if isinstance(said, Failed) else ""
             return Failure(f"node {node}", f"{error}{why}")
         reply = reply_in(held, node)

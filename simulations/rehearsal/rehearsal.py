@@ -85,18 +85,9 @@ def running(
         EngineError: the coordinator does not start; the error has the last line of its log.
     """
     federation = files.federation
-    bind = Registry.open(federation).federation.door
     with ExitStack() as opened:
-        start = [
-            "coordinator",
-            "start",
-            str(federation),
-            "--bind",
-            bind,
-            "--log-format",
-            log_format,
-            *metrics,
-        ]
+        listen = ["--bind", Registry.open(federation).federation.door, *metrics]
+        start = ["coordinator", "start", str(federation), "--log-format", log_format, *listen]
         log, gone = files.path / "federation.log", threading.Event()
 
         def ended(line: str) -> None:
