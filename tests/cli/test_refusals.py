@@ -434,7 +434,7 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "flower": ["bundle", "x", "--out", "x"],
         "roster": ["show", "x"],
         "ledger": ["show", "x"],
-        "tokenizer": ["show", "x", "x"],
+        "tokenizer": ["train", "x", "--out", "x"],
     }
     required = {
         "generate": ["x", "--prompt", "x"],
