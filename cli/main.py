@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done, also when the reader of the output closed its end of the pipe |
-| 1 | `ledger verify`, `logs --audit`: the chain is broken; `status --probe`: it is not well; `doctor`: a hop fails |
+| 1 | `ledger verify`, `logs`: the chain is broken; `status --probe`: it is not well; `doctor`: a hop fails |
 | 2 | refused: wrong usage, wrong input, or the system failed a call |
 | 3 | `audit`: the claim is refuted |
 | 4 | `site check`: the mesh suits the plan, but its devices are absent |

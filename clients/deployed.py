@@ -15,17 +15,16 @@ from pathlib import Path
 from cloister.clients.checks.heartbeat import heartbeat_path
 from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.ranks.resident import Resident
-from cloister.clients.setup.config import SiteConfig, read_config
-from cloister.clients.setup.enrolment import read_installed
+from cloister.clients.setup.config import read_config
+from cloister.clients.setup.enrolment import must_be_installed, take
 from cloister.clients.site import Site
-from cloister.protocol.errors import EngineError, RosterError, StorageError
+from cloister.protocol.errors import EngineError, StorageError
 from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
 from cloister.protocol.identity.certificates import check_authority, read_certificate
-from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.heads import Heads
 from cloister.protocol.identity.roster import load_identity
-from cloister.protocol.machine.storage import lock, on_disk, write_bytes
+from cloister.protocol.machine.storage import write_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -50,12 +49,10 @@ class DeployedSite:
     def __init__(self, path: Path) -> None:
         self._config = partial(read_config, path)
         config = self._config()
-        authority = read_certificate(_installed(config).authority, "authority")
+        authority = read_certificate(must_be_installed(config).authority, "authority")
         check_authority(authority, datetime.datetime.now(datetime.UTC))
         load_identity(Path(config.identity))
-        with on_disk(config.folder):
-            config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = lock(config.folder / "lock", "a site that no other process serves")
+        self._lock = take(config)
         self._heartbeat = heartbeat_path(config)
         self._unshown = False
         """Whether the last heartbeat could not be written."""
@@ -64,7 +61,7 @@ class DeployedSite:
             Visitor(
                 config.name,
                 lambda: load_identity(Path(self._config().identity)),
-                lambda: _installed(self._config()).entrance,
+                lambda: must_be_installed(self._config()).entrance,
                 Heads(config.folder / AUDIT_LOG, config.folder / "heads"),
             ),
             self._open,
@@ -125,15 +122,3 @@ class DeployedSite:
             self._unshown = True
         else:
             self._unshown = False
-
-
-def _installed(config: SiteConfig) -> Federation:
-    federation = read_installed(config)
-    if federation is None:
-        raise RosterError(
-            "federation",
-            config.federation,
-            expected="the file of an installed federation",
-            fix="install it: cloister site install FILE",
-        )
-    return federation

@@ -16,11 +16,11 @@ from flwr.app import Context
 from cloister.clients.app import client_app
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config
+from cloister.clients.setup.enrolment import take
 from cloister.clients.site import Site
 from cloister.protocol.errors import PlanError, StorageError
 from cloister.protocol.identity.audit_log import NAME as AUDIT_LOG
 from cloister.protocol.identity.audit_log import AuditLog
-from cloister.protocol.machine.storage import lock, on_disk
 
 _TURN_S = 60.0
 """Seconds for which the process of the message before may take to end."""
@@ -45,12 +45,10 @@ def _take(config: SiteConfig) -> None:
     """
     if config.folder in _locks:
         return
-    with on_disk(config.folder):
-        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     until = time.monotonic() + _TURN_S
     while True:
         try:
-            _locks[config.folder] = lock(config.folder / "lock", "a site that no other process serves")
+            _locks[config.folder] = take(config)
             return
         except StorageError:
             if time.monotonic() >= until:

@@ -35,9 +35,12 @@ from cloister.clients.state.carried import Carried
 from cloister.clients.state.kept import (
     Kept,
     Written,
+    base_path,
     check_sent,
     checked_base,
+    read_base,
     run_folder,
+    update_path,
     write_pieces,
 )
 from cloister.clients.training.release import MUST_STAY
@@ -126,7 +129,8 @@ class Site:
         self._simulated = simulated
         self._audit_log = audit_log
         self._clock = clock
-        self._kept = Kept(config.folder, simulated.bases or config.folder)
+        self._bases = simulated.bases or config.folder
+        self._kept = Kept(config.folder, self._bases)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
         self._folder = config.folder
@@ -248,8 +252,8 @@ class Site:
 
         mask, statement = masking(digest), None
         if purpose == TRAIN:
-            path, size = self._kept.update_path(told.sum), sums.training.size
-            mask = loaded.work.masking(path, size, digest, plan.local.threads)
+            path = update_path(run_folder(self.config.folder, told.sum.run), told.sum.round)
+            mask = loaded.work.masking(path, sums.training.size, digest, plan.local.threads)
         if plan.aggregation.secure:
             if request.inbox is None:
                 raise UpdateError(
@@ -314,7 +318,8 @@ class Site:
         return self._load(plan, base_hash)
 
     def _load(self, plan: Plan, base_hash: bytes, base: Callable[[], Vector | None] | None = None) -> Loaded:
-        read, path = base or partial(self._kept.base, base_hash), self._kept.base_path(base_hash)
+        path = base_path(self._bases, base_hash)
+        read = base or partial(read_base, path, base_hash)
         return self._resident.load(plan, self.config.device, self.config.mesh, base_hash, read, path)
 
     def _under_way(self, about: SumId) -> Attempts | None:

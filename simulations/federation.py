@@ -7,7 +7,6 @@ the same `ClientApp` as a deployed one. Only the machine that it runs on and the
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
@@ -61,6 +60,7 @@ from cloister.protocol.machine.storage import sync_to_disk, write_file, write_fo
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
+from cloister.protocol.plan.template import to_toml
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import identity, next_start, reached, run_history
@@ -527,26 +527,24 @@ def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> Non
     """Write the `site.toml` of the site with a number, and declare its rounding."""
     name, profile = site_name(index), profile_of(plan, index)
     declare_rounding(plan, name, sites.state(name))
-    keys = {
-        "name": name,
-        "data": "data.jsonl",
-        "state": "state",
-        "identity": "identity.pem",
-        "plan": plan.digest(),
-        "secure": plan.aggregation.secure,
-        "speed": profile.speed,
-        **more,
-    }
-    mesh = profile.mesh.model_dump(exclude_defaults=True)
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in keys.items()]
-    lines += ["[mesh]\n"] * bool(mesh) + [f"{key} = {json.dumps(value)}\n" for key, value in mesh.items()]
-    sites.config(name).write_text("".join(lines), encoding="utf-8")
+    config = SiteConfig(
+        name=name,
+        data="data.jsonl",
+        state="state",
+        identity="identity.pem",
+        plan=plan.digest(),
+        secure=plan.aggregation.secure,
+        speed=profile.speed,
+        mesh=profile.mesh,
+    ).model_copy(update=more)
+    sites.config(name).write_text(to_toml(config, comments=False), encoding="utf-8")
 
 
 def _places(plan: Plan, workers: int | None) -> list[Mapping[str, str]]:
     """One environment for each worker: its threads, and its GPU where there are any."""
     gpus = torch.cuda.device_count()
-    count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else _cpu_workers(plan))
+    on_cpu = max(1, len(os.sched_getaffinity(0)) // plan.local.threads)
+    count = workers or (gpus * plan.simulation.workers_per_gpu if gpus else on_cpu)
     count = min(count, plan.cohort.sites)
     return [
         {**fork_server.variables(plan), **({"CUDA_VISIBLE_DEVICES": _gpu(worker % gpus)} if gpus else {})}
@@ -558,7 +556,3 @@ def _gpu(index: int) -> str:
     """The name of a GPU by its number among those this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)
-
-
-def _cpu_workers(plan: Plan) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // plan.local.threads)

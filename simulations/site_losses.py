@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cloister.clients.ranks.resident import Resident
-from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import load_model
+from cloister.protocol.errors import PlanError
 from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.plan.plan import NO_EVALUATION, Plan
+from cloister.server.door.carrier import array_of
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.outcome import outcome
 from cloister.server.record.progress import Observer, Step
 from cloister.server.record.public import base_of, public_model
-from cloister.simulations.engines.grid import LocalGrid
 from cloister.simulations.federation import local_grid, open_site
 from cloister.simulations.partition import site_name
 
@@ -63,13 +62,6 @@ class Losses:
     """The other sites, each with the reason."""
 
 
-def not_evaluated(plan: Plan) -> str:
-    """Why the sites of a plan cannot be evaluated one by one; empty if they can."""
-    if plan.server.evaluation == NO_EVALUATION:
-        return f'server.evaluation is "{NO_EVALUATION}"'
-    return "" if plan.data.held_out else "data.held_out is 0"
-
-
 def per_site(
     folder: RunFolder,
     observe: Observer = lambda _event: None,
@@ -84,42 +76,45 @@ def per_site(
     instance, is a problem of that site alone.
 
     Args:
-        folder: The folder of a finished run whose plan `not_evaluated` does not refuse.
+        folder: The folder of a finished run.
         observe: Receives the progress.
         workers: Worker processes; None: as many as the hardware of this machine allows.
         watch: Called when a site starts and stops working.
 
     Raises:
+        PlanError: the plan evaluates nothing, or the sites hold nothing out.
         RunFolderError: a checkpoint is missing or damaged.
         EngineError: worker processes cannot be started.
     """
     plan, count = folder.plan, folder.plan.cohort.sites
-    observe(Step(_STEPS, 0, 2 * count))
+    if plan.server.evaluation == NO_EVALUATION or not plan.data.held_out:
+        field = "server.evaluation" if plan.server.evaluation == NO_EVALUATION else "data.held_out"
+        raise PlanError(field, expected="an evaluation, on records that sites hold out")
+    observe(Step(_STEPS, 0, count))
     base = base_of(plan, public_model(folder, lambda _event: None))
     base_hash = b"" if base is None else vector_hash(base)
     checkpoints = Checkpoints(folder.checkpoints, load_model(plan).layout, plan.server.keep_checkpoints)
+    models = ArrayRecord()
+    for name, number in (("before", 0), ("after", outcome(folder).rounds)):
+        models[name] = array_of(checkpoints.load(number).weights.view(np.uint8).data)
     make_app = partial(make_losses_app, folder.sites.path, plan, base_hash)
-    found: dict[tuple[int, str], ConfigRecord] = {}
+    found: dict[str, SiteOutcome] = {}
     problems: dict[str, str] = {}
-    done = 0
-    rounds = (0, outcome(folder).rounds)
     with local_grid(folder, make_app, workers, watch) as grid:
-        for number in rounds:
-            for node, reply in _ask(grid, checkpoints.load(number).weights):
-                done += 1
-                site = site_name(node - 1)
-                if reply.has_error():
-                    problems[site] = reply.error.reason or "no reason was given"
-                else:
-                    found[number, site] = reply.content.config_records["figures"]
-                observe(Step(_STEPS, done, 2 * count))
-    sites = []
-    for index in range(count):
-        site = site_name(index)
-        if site not in problems:
-            before, after = (found[number, site] for number in rounds)
-            sites.append(SiteOutcome(site, cast(int, before["sequences"]), _loss(before), _loss(after)))
-    return Losses(tuple(sites), problems)
+        asked = (
+            Message(RecordDict({"models": models}), node, f"query.{_QUERY}", ttl=_TTL_S)
+            for node in grid.get_node_ids()
+        )
+        for done, reply in enumerate(grid.send_and_receive(asked), 1):
+            site = site_name(reply.metadata.src_node_id - 1)
+            if reply.has_error():
+                problems[site] = reply.error.reason or "no reason was given"
+            else:
+                found[site] = SiteOutcome(
+                    site, **json.loads(str(reply.content.config_records["figures"]["json"]))
+                )
+            observe(Step(_STEPS, done, count))
+    return Losses(tuple(found[site] for site in sorted(found)), problems)
 
 
 def keep(folder: RunFolder, sites: Sequence[SiteOutcome]) -> None:
@@ -146,29 +141,10 @@ def make_losses_app(sites: Path, plan: Plan, base_hash: bytes) -> ClientApp:
     @app.query(_QUERY)
     def held_out(message: Message, context: Context) -> Message:
         site = open_site(sites, plan, int(context.node_config["partition-id"]), resident)
-        weights = np.frombuffer(message.content.array_records["model"]["weights"].data, np.float32)
-        found = site.held_out(plan, weights, base_hash)
-        figures = ConfigRecord({"sequences": site.sequences(plan, base_hash), "loss": found.loss})
-        return Message(RecordDict({"figures": figures}), reply_to=message)
+        figures: dict[str, float | None] = {"sequences": site.sequences(plan, base_hash)}
+        for name, model in message.content.array_records["models"].items():
+            loss = site.held_out(plan, np.frombuffer(model.data, np.float32), base_hash).loss
+            figures[name] = None if math.isnan(loss) else loss
+        return Message(RecordDict({"figures": ConfigRecord({"json": json.dumps(figures)})}), reply_to=message)
 
     return app
-
-
-def _ask(grid: LocalGrid, weights: Vector) -> Iterator[tuple[int, Message]]:
-    """Send a model to all sites; yields node and reply of each as it answers."""
-    array = Array("float32", weights.shape, "cloister.vector", b"")
-    # Flower's constructor requires bytes, which would be a copy.
-    array.data = weights.data  # type: ignore[assignment]  # LocalGrid accepts any buffer
-    record = ArrayRecord()
-    record["weights"] = array
-    messages = [
-        Message(RecordDict({"model": record}), node, f"query.{_QUERY}", ttl=_TTL_S)
-        for node in grid.get_node_ids()
-    ]
-    for reply in grid.send_and_receive(messages):
-        yield reply.metadata.src_node_id, reply
-
-
-def _loss(figures: ConfigRecord) -> float | None:
-    loss = cast(float, figures["loss"])
-    return None if math.isnan(loss) else loss

@@ -15,7 +15,6 @@ ATTRIBUTES = 15
 """Of a class: annotated fields, and what its methods assign to `self`."""
 
 EXCEPTIONS: dict[str, str] = {
-    "cli/show/display.py:LiveDisplay": "what is on the screen, each part of it",
     "clients/setup/config.py:SiteConfig": "a settings file: its attributes are its fields",
     "privacy/report/report.py:RunReport": "the report's JSON: its attributes are its fields",
     "protocol/plan/plan.py:LocalSection": "a section of the plan: its attributes are its fields",

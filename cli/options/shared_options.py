@@ -123,15 +123,6 @@ def add_metrics(parser: Parser) -> None:
     )
 
 
-def add_per_site(parser: Parser) -> None:
-    """--per-site: what the sites' own records say of the run."""
-    parser.flag(
-        "--per-site",
-        "when the run is finished, evaluate the initial and the final model on each site's own held-out records "
-        "(simulation.per_site); not under a privacy unit",
-    )
-
-
 def add_plan(parser: Parser, default: str = _DEFAULT) -> None:
     """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
     parser.value(

@@ -83,7 +83,8 @@ def to_card(
         own_base=own_base,
         front=_front(plan, form, private=found.holds),
         claim=found,
-        privacy=_privacy(report) if found.holds else (),
+        several=several(report),
+        largest_epsilon=LARGEST_EPSILON,
         nothing_claimed=plain(report)[0].lines,
         evaluated_on=evaluated_on,
         figures=FIGURES,
@@ -95,6 +96,7 @@ def to_card(
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"text": _text, "code": _code, "figure": _figure, "number": "{:g}".format}
+    environment.filters |= {"at_most": at_most, "scientific": scientific}
     source = resources.files("cloister.cli.show").joinpath("card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
 
@@ -110,39 +112,6 @@ def _front(plan: Plan, form: Form, *, private: bool) -> str:
         card["base_model"] = base_name(plan.model)
         card["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
     return card.to_yaml()
-
-
-def _privacy(report: RunReport) -> list[tuple[str, str]]:
-    """What is claimed, for the table: those that are empty are left out."""
-    assert report.epsilon is not None
-    assert report.delta is not None
-    lost = f"above {LARGEST_EPSILON:g}: no protection to speak of"
-    several_units = [
-        (
-            f"epsilon of {row.units} {several(report)}",
-            lost if row.epsilon is None else at_most(row.epsilon),
-        )
-        for row in report.groups
-        if row.units > 1
-    ]
-    return [
-        ("unit", report.unit_in_words),
-        ("neighbouring data sets differ by", report.relation),
-        ("epsilon", at_most(report.epsilon)),
-        ("delta", scientific(report.delta)),
-        ("accountant", report.accountant),
-        ("mechanism", report.mechanism),
-        ("clipping norm C", _setting(report.clip)),
-        ("noise multiplier", _setting(report.noise_multiplier)),
-        ("sampling rate", _setting(report.sampling_rate)),
-        ("trust model", report.trust_model),
-        *several_units,
-    ]
-
-
-def _setting(value: float | None) -> str:
-    """A number of the plan, whole; empty if the run has none."""
-    return "" if value is None else f"{value!r}"
 
 
 def _figure(value: float | None) -> str:

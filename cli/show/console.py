@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -33,5 +33,6 @@ def columns(*headings: str, title: str | None = None, left: int = 1) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(headings))
     for index, heading in enumerate(headings):
         style = "cyan" if not index and not table.show_header else ""
-        table.add_column(Text(heading), style=style, justify="left" if index < left else "right")
+        justify: JustifyMethod = "left" if index < left else "right"
+        table.add_column(Text(heading), style=style, justify=justify, overflow="fold")
     return table

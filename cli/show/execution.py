@@ -29,12 +29,12 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
 
     Args:
         folder: The run folder, new or with some rounds done.
-        arguments: `workers`, `ray_address`, `per_site` and `json`, as the verb parsed them.
+        arguments: `workers`, `ray_address`, `json`, and of `resume` `per_site`, as the verb parsed them.
         new: Whether this command made the folder. A new run that is refused before its first round leaves no folder,
             unless the disk refused a write: then the run can be resumed.
     """
     console = PipedConsole(stderr=arguments.json)
-    display = display_for(console, folder.plan, folder.path, json_=arguments.json)
+    display = display_for(console, folder.plan, json_=arguments.json)
     started = time.monotonic()
     outcome: Outcome | None = None
     absent = Absent()
@@ -63,7 +63,7 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
             if arguments.json:  # first, so that it depends on nothing that follows
                 print(json.dumps(to_json(folder, outcome, absent, seconds=seconds)), flush=True)
             losses = None
-            if folder.plan.simulation.per_site or arguments.per_site:
+            if folder.plan.simulation.per_site or getattr(arguments, "per_site", False):
                 losses = losses_of_sites(console, folder, display, arguments.workers)
         if not arguments.json:
             print_outcome(console, folder, outcome, losses, absent)
@@ -71,7 +71,8 @@ def execute(folder: RunFolder, arguments: argparse.Namespace, *, new: bool) -> i
         if outcome is None:
             _print_how_to_continue(console, folder)
         else:
-            _print_that_it_is_finished(console, folder)
+            show = f"show its outcome with: {folder.resume_command()}"
+            console.say(f"the run is finished, and its model is in {folder.final}; {show}", "yellow")
         raise
     except CloisterError as error:
         if not _begun(folder):
@@ -94,9 +95,3 @@ def _begun(folder: RunFolder) -> bool:
 
 def _print_how_to_continue(console: PipedConsole, folder: RunFolder) -> None:
     console.say(f"stopped; continue with: {folder.resume_command()}", "yellow")
-
-
-def _print_that_it_is_finished(console: PipedConsole, folder: RunFolder) -> None:
-    command = folder.resume_command()
-    line = f"the run is finished, and its model is in {folder.final}; show its outcome with: {command}"
-    console.say(line, "yellow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from cloister.cli.show.console import PipedConsole
@@ -31,12 +32,11 @@ def wait_for_join(federation: Path, path: Path, wait_s: float, earlier: int) -> 
     Raises:
         EngineError: too few sites join, or the run ends otherwise before its first round.
     """
-    until, absent, events = time.monotonic() + wait_s, Absent(), 0
-    for line in command(federation, do="follow", run=str(path)):
-        if "line" in line:
-            events += 1
-            event = from_json(line["line"]) if events > earlier else None
-            match event:
+    until, absent, lines = time.monotonic() + wait_s, Absent(), 0
+    for line in _lines(federation, path):
+        lines += bool(line)
+        if line and lines > earlier:
+            match event := from_json(line):
                 case Started():
                     return event, absent
                 case Connected(missing=missing):
@@ -45,11 +45,30 @@ def wait_for_join(federation: Path, path: Path, wait_s: float, earlier: int) -> 
                         absent.pop(site, None)
                 case NotJoined():
                     absent.event(event)
-        elif line.get("state", "done") != "done":
-            raise _ended(federation, path, line["state"], line["reason"])
         if time.monotonic() > until:
             break
     return None, absent
+
+
+def _lines(federation: Path, path: Path) -> Iterator[str]:
+    """The events of a run, as lines, until it is done; an empty one in a pause.
+
+    Raises:
+        EngineError: the run has failed or was stopped, or the coordinator has ended.
+    """
+    for line in command(federation, do="follow", run=str(path)):
+        if "state" not in line:
+            yield line.get("line", "")
+        elif line["state"] != "done":
+            raise _ended(federation, path, line["state"], line["reason"])
+        else:
+            return
+    raise EngineError(
+        "coordinator",
+        str(federation),
+        expected="one that answers until the run has ended, and it has ended the connection",
+        fix=f"see how the run is: cloister status {shlex.quote(str(federation))}",
+    )
 
 
 def _ended(federation: Path, path: Path, state: str, reason: str) -> EngineError:
@@ -78,26 +97,13 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
         EngineError: the run has failed, or was stopped; or the coordinator has ended.
     """
     console = PipedConsole(stderr=json_)
-    display = display_for(console, read_plan(path), path, json_=json_)
+    display = display_for(console, read_plan(path), json_=json_)
     started = time.monotonic()
-    state, reason, absent = "", "", Absent()
+    absent = Absent()
     with display:
-        for line in command(federation, do="follow", run=str(path)):
-            if "line" in line:
-                event = from_json(line["line"])
-                absent.event(event)
-                display.event(event)
-            elif "state" in line:
-                state, reason = line["state"], line["reason"]
-    if not state:
-        raise EngineError(
-            "coordinator",
-            str(federation),
-            expected="one that answers until the run has ended, and it has ended the connection",
-            fix=f"see how the run is: cloister status {shlex.quote(str(federation))}",
-        )
-    if state != "done":
-        raise _ended(federation, path, state, reason)
+        for line in filter(None, _lines(federation, path)):
+            absent.event(event := from_json(line))
+            display.event(event)
     from cloister.cli.show.outcome import print_outcome, to_json
     from cloister.server.record.outcome import outcome
 

@@ -30,7 +30,7 @@ from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
 from cloister.server.record.report import gather, most_charges, over_runs
 from cloister.simulations.federation import left_out
-from cloister.simulations.site_losses import Losses, keep, not_evaluated, per_site
+from cloister.simulations.site_losses import Losses, keep, per_site
 
 T = TypeVar("T")
 
@@ -96,10 +96,6 @@ def losses_of_sites(
     A line says what is not known or not kept, and why.
     """
     what = "not shown: the held-out loss of"
-    reason = not_evaluated(folder.plan)
-    if reason:
-        console.say(f"{what} each site: {reason}", "yellow")
-        return None
     found = _tried(
         console,
         f"{what} each site",

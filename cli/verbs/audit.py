@@ -55,9 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit a run and print both epsilons; returns 3 if the claim is refuted."""
 
     with RunFolder.reopen(Path(arguments.run)) as folder:
-        from cloister.simulations.audit.audit import (
-            audit,  # takes seconds: only for a folder that holds a run
-        )
+        # It takes seconds: only for a folder that holds a run.
+        from cloister.simulations.audit.audit import audit
 
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

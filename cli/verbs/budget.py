@@ -1,8 +1,7 @@
 """`cloister budget`: what privacy costs, or the noise that a budget needs.
 
-Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both; nothing is trained.
-Unit record or owner: DP-SGD on units drawn with --sampling-rate, or --batch-size of --examples, for --steps, or
---rounds of --steps-per-round. Unit site: whole updates, each clipped, for --rounds.
+Print the epsilon of a plan with a noise multiplier, the noise multiplier for an epsilon, or a table by noise and
+rounds; nothing is trained. All else that the cost depends on is in the plan: --set privacy.sampling_rate=0.01.
 """
 
 from __future__ import annotations
@@ -12,184 +11,131 @@ import json
 import math
 from functools import partial
 
-from cloister.cli.options.mechanism import Mechanism
-from cloister.cli.options.shared_options import Parser, add_json
+from cloister.cli.options.shared_options import Parser, add_json, add_plan, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.accountant import Spent, calibrate
-from cloister.privacy.mechanism.events import relation
+from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.claims import mechanism, unit
+from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
 from cloister.protocol.errors import CloisterError
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import changed
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
-_LENGTHS = (10, 30, 100, 300)
 
 
 def options(parser: Parser) -> None:
-    """Unit, noise or epsilon, length, and the mechanism of each unit."""
-    parser.value("--unit", "what is protected", choices=("record", "owner", "site"), required=True)
+    """Plan, length, noise or epsilon, group."""
+    add_plan(parser)
+    parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
     parser.value("--noise-multiplier Z", "noise in units of the clipping norm", type=float)
     parser.value("--target-epsilon E", "epsilon of the whole run, to find its noise", type=float)
-    parser.value("--delta D", "delta of the guarantee (default: 1e-5)", 1e-5)
-    parser.value("--rounds R", "rounds of the run", type=int)
     parser.value(
         "--group K",
         "also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
         type=int,
     )
-    parser.value(
-        "--accountant", "privacy loss distributions, or Renyi divergences", "pld", choices=("pld", "rdp")
-    )
     add_json(parser)
-    steps = partial(parser.value, to=parser.add_argument_group("unit record or owner"))
-    steps("--sampling-rate Q", "probability that a unit is in a step", type=float)
-    steps("--batch-size B", "expected units in a step; with --examples", type=int)
-    steps("--examples N", "units of the smallest site; with --batch-size", type=int)
-    steps("--steps S", "steps of the whole run, instead of --rounds", type=int)
-    steps("--steps-per-round K", "steps of a round (default: 1)", type=int)
-    group = parser.add_argument_group("unit site")
-    site = partial(parser.value, to=group)
-    parser.flag("--central", "Gaussian noise, added by a trusted coordinator", group)
-    site(
-        "--separation B",
-        "correlate the noise of --central; least rounds from one round with a site to its next",
-        type=int,
-    )
-    site("--participations K", "most rounds with one site; with --separation", type=int)
-    site("--sites N", "sites in a round (default: 8)", type=int)
-    site("--quorum F", "fraction of the sites in the smallest sum (default: 0.75)", type=float)
-    site("--colluders F", "fraction of the sites that add no noise (default: 0.1)", type=float)
-    site("--clip C", "clipping norm of an update (default: 1)", type=float)
-    site("--dimension P", "parameters of an update (default: 1000000)", type=int)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the epsilon of a noise multiplier, the noise multiplier for an epsilon, or a table of both."""
-    if arguments.noise_multiplier is not None and arguments.target_epsilon is not None:
-        raise CloisterError(
-            "--noise-multiplier and --target-epsilon", expected="only one of them: each determines the other"
-        )
-    if arguments.group is not None and (arguments.group < 2 or arguments.noise_multiplier is None):
-        raise CloisterError(
-            "--group", arguments.group, expected="2 or more, and only with --noise-multiplier"
-        )
-
-    mechanism = Mechanism.of(arguments)
-    length = _length(arguments)
-    if arguments.noise_multiplier is None and arguments.target_epsilon is None:
-        return _run_table(arguments, mechanism, length)
-    if length is None:
-        wanted = "--rounds" if mechanism.unit == "site" else "--steps or --rounds"
-        raise CloisterError(wanted, expected="the length of the run")
-    noise = arguments.noise_multiplier
-    if noise is None:
-        noise = calibrate(
-            arguments.target_epsilon,
-            mechanism.delta,
-            lambda noise: mechanism.events(noise, length),
-            mechanism.accountant,
-        )
-    cost = mechanism.cost(noise, length)
-    together = mechanism.cost(noise, length, arguments.group) if arguments.group else None
-    if arguments.json:
-        extra = {"group": arguments.group, "group_epsilon": together.epsilon} if together else {}
-        print(json.dumps({**mechanism.row(noise, cost), **extra}))
+    noise, target, group = arguments.noise_multiplier, arguments.target_epsilon, arguments.group
+    if noise is not None and target is not None:
+        expected = "only one of them: each determines the other"
+        raise CloisterError("--noise-multiplier and --target-epsilon", expected=expected)
+    if group is not None and (group < 2 or noise is None):
+        raise CloisterError("--group", group, expected="2 or more, and only with --noise-multiplier")
+    plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+    if plan.privacy.unit == "none":
+        raise CloisterError("privacy.unit", "none", expected="a unit: without one there is no cost")
+    terms_with = partial(_terms, plan, _dimension(plan))
+    length, shown = plan.run.rounds, PipedConsole(quiet=arguments.json)
+    if noise is None and target is None:
+        facts = _table(shown, plan, [terms_with(noise_multiplier=each) for each in _NOISES])
     else:
-        _print_cost(arguments, mechanism, noise, length, cost, together)
+        terms = terms_with(noise_multiplier=noise, target_epsilon=target)
+        facts = _row(terms, cost := _spent(terms, length))
+        if target is not None:
+            # Rounded up: typed back, it costs no more.
+            noise = math.ceil(terms.noise_multiplier * 1e6) / 1e6
+            shown.say(f"noise multiplier {noise:.10g} for epsilon {target:g}", "bold")
+        _say_epsilon(shown, cost, f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}")
+        if group is not None:
+            together = _spent(terms, length, group)
+            facts |= {"group": group, "group_epsilon": together.epsilon}
+            _say_epsilon(shown, together, f"for {group} {terms.unit}s together")
+        _say_meaning(shown, plan, terms, cost)
+    if arguments.json:
+        print(json.dumps(facts))
     return 0
 
 
-def _length(arguments: argparse.Namespace) -> int | None:
-    """Noised releases of the run: rounds for unit `site`, else steps; None if not given."""
-    for option in ("rounds", "steps", "steps_per_round"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise CloisterError(f"--{option.replace('_', '-')}", value, expected="1 or more")
-    if arguments.steps is not None:
-        if arguments.rounds is not None or arguments.steps_per_round is not None:
-            raise CloisterError(
-                "--steps", arguments.steps, expected="either --steps, or --rounds with --steps-per-round"
-            )
-        return int(arguments.steps)
-    if arguments.rounds is None:
-        return None
-    return int(arguments.rounds) * (arguments.steps_per_round or 1)
+def _dimension(plan: Plan) -> int:
+    """Coordinates of an update, which the cost of unit `site` depends on."""
+    if plan.privacy.unit != "site":
+        return 1
+    from cloister.lm.model.model import count_parameters
+
+    return count_parameters(plan).trained
 
 
-def _run_table(arguments: argparse.Namespace, mechanism: Mechanism, length: int | None) -> int:
-    lengths: tuple[int, ...] = _LENGTHS
-    if length is not None:
-        lengths = tuple(sorted({max(1, length // 4), max(1, length // 2), length, 2 * length}))
-    costs = {(count, noise): mechanism.cost(noise, count) for count in lengths for noise in _NOISES}
-    if arguments.json:
-        rows = [
-            {**mechanism.row(noise, cost), mechanism.counted: count} for (count, noise), cost in costs.items()
-        ]
-        print(json.dumps({**mechanism.row(None, None), "table": rows}))
-    else:
-        _print_table(arguments, mechanism, lengths, costs)
-    return 0
+def _terms(plan: Plan, dimension: int, **wanted: float | None) -> Terms:
+    """The privacy of a plan with another noise multiplier or target epsilon, and without a budget."""
+    values = {"noise_multiplier": None, "target_epsilon": None, "budget": None} | wanted
+    terms = terms_of(changed(plan, {f"privacy.{name}": value for name, value in values.items()}), dimension)
+    assert terms is not None, "a plan with a unit has terms"
+    return terms
 
 
-def _print_cost(
-    arguments: argparse.Namespace,
-    mechanism: Mechanism,
-    noise: float,
-    length: int,
-    cost: Spent,
-    together: Spent | None,
-) -> None:
+def _spent(terms: Terms, rounds: int, group: int = 1) -> Spent:
+    """What so many rounds cost units that differ together."""
+    by: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
+    return spent(terms.events(rounds), terms.delta, by, group=group)
 
-    console = PipedConsole()
-    if arguments.target_epsilon is not None:
-        console.say(f"noise multiplier {_up(noise)} for epsilon {arguments.target_epsilon:g}", "bold")
-    by = f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}"
-    console.say(f"epsilon {at_most(cost.epsilon)} at delta {mechanism.delta:g} ({by})", "bold")
-    if together is not None:
-        several = f"{arguments.group} {mechanism.unit}s together"
-        console.say(f"epsilon {at_most(together.epsilon)} at delta {mechanism.delta:g} for {several}", "bold")
-    console.say(f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
-    console.say(f"noise     {_up(noise)} x the clipping norm, {mechanism.description}")
-    console.say(f"length    {length:,} {mechanism.counted}")
-    whose = {"record": "a given record", "owner": "a given owner's data", "site": "a given site's data"}
-    guess = meaning(cost.epsilon, mechanism.delta).guess
+
+def _row(terms: Terms, cost: Spent) -> dict[str, object]:
+    """The JSON of one cost."""
+    return {
+        "epsilon": cost.epsilon,
+        "delta": terms.delta,
+        "noise_multiplier": terms.noise_multiplier,
+        "accountant": cost.accountant,
+        "unit": terms.unit,
+        "relation": terms.relation,
+    }
+
+
+def _say_epsilon(console: PipedConsole, cost: Spent, of: str) -> None:
+    console.say(f"epsilon {at_most(cost.epsilon)} at delta {cost.delta:g} ({of})", "bold")
+
+
+def _say_meaning(console: PipedConsole, plan: Plan, terms: Terms, cost: Spent) -> None:
+    """Say what is protected, by what, and what an observer may learn."""
+    console.say(f"protects  {unit(plan)}; neighbours: {terms.relation}")
+    console.say(f"noise     {terms.noise_multiplier:g} x the clipping norm C")
+    console.say(f"length    {plan.run.rounds:,} rounds")
+    console.say(f"how       {mechanism(plan, terms)}")
     console.say(
-        f"In plain words: an observer of everything released, who guesses whether {whose[mechanism.unit]} was used, "
-        f"is right in at most {guess} of 100 cases; a coin is right in 50.",
+        f"In plain words: an observer of everything released, who guesses whether one {terms.unit}'s data was used, "
+        f"is right in at most {meaning(cost.epsilon, terms.delta).guess} of 100 cases; a coin is right in 50."
     )
-    _caution(console, arguments)
 
 
-def _print_table(
-    arguments: argparse.Namespace,
-    mechanism: Mechanism,
-    lengths: tuple[int, ...],
-    costs: dict[tuple[int, float], Spent],
-) -> None:
-
-    console = PipedConsole()
-    counted = mechanism.counted
-    title = f"epsilon at delta {mechanism.delta:g}, by {counted} and noise multiplier"
-    table = columns(counted, *(f"{noise:g}" for noise in _NOISES), title=title, left=0)
-    for count in lengths:
-        table.add_row(f"{count:,}", *(at_most(costs[count, noise].epsilon) for noise in _NOISES))
+def _table(console: PipedConsole, plan: Plan, noised: list[Terms]) -> dict[str, object]:
+    """Print a table by noise and rounds, those of a plan in its middle; its JSON."""
+    length = plan.run.rounds
+    lengths = sorted({max(1, length // 4), max(1, length // 2), length, 2 * length})
+    if plan.privacy.correlated is not None:  # whose noise is that of a whole run
+        lengths = [length]
+    title = f"epsilon at delta {plan.privacy.delta:g}, by rounds and noise multiplier"
+    table = columns("rounds", *(f"{terms.noise_multiplier:g}" for terms in noised), title=title, left=0)
+    rows = []
+    for rounds in lengths:
+        costs = [_spent(terms, rounds) for terms in noised]
+        table.add_row(f"{rounds:,}", *(at_most(cost.epsilon) for cost in costs))
+        rows += [_row(*each) | {"rounds": rounds} for each in zip(noised, costs, strict=True)]
     console.print(table)
-    console.say(f"protects  one {mechanism.unit}; neighbours: {relation(mechanism.unit)}")
-    console.say(f"noise     {mechanism.description}")
     console.say("Choose a noise with --noise-multiplier, or compute it with --target-epsilon.")
-    _caution(console, arguments)
-
-
-def _caution(console: PipedConsole, arguments: argparse.Namespace) -> None:
-    if arguments.examples is not None and arguments.delta * arguments.examples >= 1:
-        console.say(
-            f"caution: delta {arguments.delta:g} is not below 1 / {arguments.examples:,} examples: "
-            "a delta this large allows a mechanism that publishes a whole record",
-            "bold yellow",
-        )
-
-
-def _up(noise: float) -> str:
-    """A noise multiplier rounded up to four decimals, or four digits if small: typed back, it costs no more."""
-    decimals = max(4, 3 - math.floor(math.log10(noise)))
-    return f"{math.ceil(noise * 10**decimals - 1e-9) / 10**decimals:.{decimals}f}".rstrip("0").rstrip(".")
+    return {"table": rows}

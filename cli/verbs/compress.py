@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cloister.cli.options.shared_options import Parser, add_json, add_run
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.cli.verbs.plan import size
 from cloister.cli.verbs.tokenizer import check_public
 from cloister.lm.tasks.figures import FIGURES
 from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
-from cloister.protocol.machine.prerequisites import check_extra
+from cloister.protocol.machine.prerequisites import check_extra, size
 from cloister.protocol.machine.storage import check_empty, write_folder
 from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan
 from cloister.server.record.folder import RunFiles, read_plan

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
+from typing import Any
 
 from rich.console import Console
 
 from cloister.cli.show.console import columns
-from cloister.cli.verbs.plan import size
+from cloister.clients.checks.doctor import site_bytes
 from cloister.clients.checks.memory_estimate import RankMemory, estimated_memory
 from cloister.clients.ranks.device_mesh import is_here, memory_of, mesh_for
 from cloister.lm.parallel.mesh import Mesh
 from cloister.protocol.errors import ModelError
+from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.plan.plan import MeshSection, Plan
 
 ABSENT = 4
 """Exit code where the mesh suits the plan, but its devices are absent."""
 _KINDS = 3
 """Kinds of rank that are beside each other in 80 columns."""
+_WORDS = {
+    "parameters": "parameters held",
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "moments_bytes": "moments of the optimizer",
+    "sums_bytes": "sum of clipped gradients",
+    "gathered_bytes": "largest block gathered at a time",
+    "update_bytes": "update",
+    "coded_bytes": "coded update",
+    "needed_bytes": "needed, without activations",
+    "memory_bytes": "memory of the device",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,6 @@ class Devices:
     """The devices of a site, and what they will hold."""
 
     plan: Plan
-    section: MeshSection
     mesh: Mesh
     names: list[str]
     """The device of each rank."""
@@ -46,7 +60,7 @@ class Devices:
             ModelError: the mesh does not fit the model.
         """
         mesh, names = mesh_for(plan, section, device, elsewhere=True)
-        return cls(plan, section, mesh, names, estimated_memory(plan, mesh))
+        return cls(plan, mesh, names, estimated_memory(plan, mesh))
 
     @property
     def absent(self) -> list[str]:
@@ -71,92 +85,51 @@ class Devices:
                     fix="raise mesh.shard, train an adapter, or check for GPUs of another machine with --device cuda",
                 )
 
-    def as_json(self) -> dict[str, object]:
-        """All figures, those of each rank apart; null where the device is absent."""
-        listed = []
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures of each rank; the memory of a device that is absent is None."""
+        rows = []
         for rank, (name, memory) in enumerate(zip(self.names, self.ranks, strict=True)):
             sizes = {
-                f"{key}_bytes": value for key, value in asdict(memory.part).items() if key != "parameters"
+                key if key == "parameters" else f"{key}_bytes": of for key, of in asdict(memory.part).items()
             }
-            listed.append(
-                {
-                    "rank": rank,
-                    "device": name,
-                    "coordinates": self._place(rank),
-                    "parameters": memory.part.parameters,
-                    **sizes,
-                    "span": [memory.span.start, memory.span.stop],
-                    "update_bytes": memory.update,
-                    "coded_bytes": memory.coded,
-                    "needed_bytes": memory.needed(name),
-                    "memory_bytes": memory_of(name) if is_here(name) else None,
-                }
+            place = {"rank": rank, "device": name, "coordinates": self.mesh.coordinates(rank)._asdict()}
+            span = {"span": [memory.span.start, memory.span.stop]}
+            sent = {"update_bytes": memory.update, "coded_bytes": memory.coded}
+            has = memory_of(name) if is_here(name) else None
+            rows.append(
+                place | sizes | span | sent | {"needed_bytes": memory.needed(name), "memory_bytes": has}
             )
-        return {
-            "mesh": {field.name: getattr(self.mesh, field.name) for field in fields(self.mesh)},
-            "absent": self.absent,
-            "state_bytes": self._on_disk(),
-            "ranks": listed,
-        }
+        return rows
+
+    def as_json(self) -> dict[str, object]:
+        """All figures, those of each rank apart."""
+        on_disk = site_bytes(self.plan)
+        return {"mesh": asdict(self.mesh), "absent": self.absent, "state_bytes": on_disk, "ranks": self.rows}
 
     def show(self, console: Console) -> None:
-        """Print what the ranks will hold; ranks that hold equally much share a column."""
-
+        """Print what the ranks will hold; ranks with equal parts share a column, which has the largest of each."""
         console.print(f"Mesh: {self.mesh.degrees()}", highlight=False)
-        console.print(f"State folder: {size(self._on_disk())} on disk, besides the data", highlight=False)
-        kinds = iter(self._kinds())
-        while some := list(islice(kinds, _KINDS)):
+        on_disk = size(site_bytes(self.plan))
+        console.print(f"State folder: {on_disk} on disk, besides the data", highlight=False)
+        kinds: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+        for memory, row in zip(self.ranks, self.rows, strict=True):
+            kinds.setdefault((memory.part, row["memory_bytes"]), []).append(row)
+        left = iter(kinds.values())
+        while some := list(islice(left, _KINDS)):
             table = columns(*[""] * (1 + len(some)))
-            for title, *cells in zip(*(self._column(ranks) for ranks in some), strict=True):
-                table.add_row(title[0], title[1], *(value for _, value in cells))
+            table.add_row("ranks", *(_runs([row["rank"] for row in kind]) for kind in some))
+            table.add_row("device", *(kind[0]["device"].partition(":")[0] for kind in some))
+            for key, words in _WORDS.items():
+                table.add_row(words, *(_shown(key, [row[key] for row in kind]) for kind in some))
             console.print(table)
 
-    def _on_disk(self) -> int:
-        """Bytes of the site's state folder."""
-        from cloister.clients.checks.doctor import site_bytes
 
-        return site_bytes(self.plan)
-
-    def _kinds(self) -> list[list[int]]:
-        """The ranks, those with equal parts of the model together."""
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for rank, (memory, name) in enumerate(zip(self.ranks, self.names, strict=True)):
-            kinds.setdefault((memory.part, memory_of(name) if is_here(name) else None), []).append(rank)
-        return list(kinds.values())
-
-    def _column(self, ranks: list[int]) -> Iterator[tuple[str, str]]:
-        """Titles and values of ranks with equal parts; their spans may differ by a block, and the longest is shown."""
-        name, part = self.names[ranks[0]], self.ranks[ranks[0]].part
-        largest = max((self.ranks[rank] for rank in ranks), key=lambda each: each.span.size)
-        names = [each.removeprefix("cuda:") for each in dict.fromkeys(self.names[rank] for rank in ranks)]
-        yield "ranks", _runs(ranks)
-        yield "device", name if name == "cpu" else f"cuda:{_runs(sorted(map(int, names)))}"
-        for field, degree in _degrees(self.mesh).items():
-            yield f"{field} (of {degree})", _runs(sorted({self._place(rank)[field] for rank in ranks}))
-        yield "parameters held", f"{part.parameters:,}"
-        yield "weights", size(part.weights)
-        yield "gradients", size(part.gradients)
-        yield "moments of the optimizer", size(part.moments)
-        if self.plan.privacy.dpsgd:
-            yield "sum of clipped gradients", size(part.sums)
-        yield "largest block gathered at a time", size(part.gathered)
-        yield "span of the update, elements", f"{largest.span.size:,}"
-        yield "update", size(largest.update)
-        yield "coded update", size(largest.coded)
-        yield "needed, without activations", size(largest.needed(name))
-        if name == "cpu":
-            yield "memory of the machine", size(memory_of(name))
-        else:
-            yield "memory of the device", size(memory_of(name)) if is_here(name) else "absent"
-
-    def _place(self, rank: int) -> Mapping[str, int]:
-        return self.mesh.coordinates(rank)._asdict()
-
-
-def _degrees(mesh: Mesh) -> dict[str, int]:
-    """The degrees above 1."""
-    found = {field.name: int(getattr(mesh, field.name)) for field in fields(mesh)}
-    return {name: degree for name, degree in found.items() if degree > 1}
+def _shown(key: str, values: Sequence[int | None]) -> str:
+    largest = max((value for value in values if value is not None), default=None)
+    if largest is None:
+        return "absent"
+    return size(largest) if key.endswith("_bytes") else f"{largest:,}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

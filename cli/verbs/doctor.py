@@ -1,7 +1,7 @@
 """`cloister doctor`: find the first hop between a site and its coordinator that fails, and what to do.
 
 Check a party of a federation, hop by hop. With a site's TOML: its federation, keys, releases, disk and devices, then
-the way to the coordinator: proxy, DNS, TCP, CONNECT, TLS and ALPN, and whether `cloister coordinator start` answers.
+the way to the coordinator: proxy, DNS, TCP, CONNECT and TLS, and whether `cloister coordinator start` answers.
 With the folder of a federation: the coordinator's own certificates, disk, name and port. Exit code 0: no hop failed;
 1: one did.
 """

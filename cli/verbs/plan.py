@@ -18,6 +18,7 @@ from cloister.privacy.accounting.claims import unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 
@@ -62,7 +63,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     records, not_used = _records(plan)
     estimate = cost(plan, *count_parameters(plan))
-    secure = secure_cost(plan, estimate.trained_parameters)
+    secure = secure_cost(plan)
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
         found = {
@@ -122,15 +123,6 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
         if source and local(source):
             counts[field] = len(usable(public, field, source, split).records)
     return counts, line
-
-
-def size(count: float) -> str:
-    """A number of bytes, for people: three digits and a unit."""
-    for name in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {name}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
@@ -215,8 +207,6 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "sites that must finish", f"{secure.quorum}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)
-    yield "more work at a site, about", f"{secure.site_s:.2g} s"
-    yield "more work at the coordinator, about", f"{secure.coordinator_s:.2g} s"
 
 
 def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:

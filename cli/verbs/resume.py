@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_engine, add_json, add_per_site, add_run
+from cloister.cli.options.shared_options import Parser, add_engine, add_json, add_run
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan.soundness import changed
 from cloister.server.record.folder import RunFolder
@@ -17,7 +17,11 @@ from cloister.server.record.folder import RunFolder
 def options(parser: Parser) -> None:
     """Run folder, engine."""
     add_run(parser)
-    add_per_site(parser)
+    parser.flag(
+        "--per-site",
+        "when the run is finished, evaluate the initial and the final model on each site's own held-out records "
+        "(simulation.per_site); not under a privacy unit",
+    )
     add_engine(parser)
     add_json(parser)
 
@@ -34,7 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
                 fix=f"continue it with: {folder.resume_command()}",
             )
         if arguments.per_site:
-            changed(
-                folder.plan, {"simulation.per_site": True}
-            )  # refused where the plan could not have said so
+            changed(folder.plan, {"simulation.per_site": True})  # refused where the plan could not say so
         return execute(folder, arguments, new=False)

@@ -14,7 +14,6 @@ from cloister.cli.options.shared_options import (
     Parser,
     add_engine,
     add_json,
-    add_per_site,
     add_plan,
     chosen_plan,
     folder_for,
@@ -34,14 +33,7 @@ def options(parser: Parser) -> None:
         to=over,
     )
     parser.value("--dataset NAME", "name of the records in that ledger (simulation.dataset)", to=over)
-    parser.value(
-        "--greatest-epsilon EPS",
-        "stop before NAME has spent more over all runs, at the plan's delta (simulation.greatest_epsilon)",
-        type=float,
-        to=over,
-    )
     parser.value("--out DIR", "run folder, new or empty (default: runs/NAME)")
-    add_per_site(parser)
     add_engine(parser)
     add_json(parser)
 
@@ -55,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         "run.seed": arguments.seed,
         "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
         "simulation.dataset": arguments.dataset and _text(arguments.dataset),
-        "simulation.greatest_epsilon": arguments.greatest_epsilon,
-        "simulation.per_site": "true" if arguments.per_site else None,
     }
     plan = chosen_plan(arguments, fields)
     with RunFolder.create(folder_for(arguments.out, Path("runs"), plan.run.name), plan) as folder:

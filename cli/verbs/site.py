@@ -97,8 +97,11 @@ def _add_setup(actions: Actions) -> None:
 
 def _add_work(actions: Actions) -> None:
     """The actions `check`, `plans`, `accept` and `start`: the site before a run, and in it."""
-    check_ = add_action(actions, _check)
-    check_.value("site SITE", "the site's TOML file")
+    check_, plans, accept, start = (add_action(actions, act) for act in (_check, _plans, _accept, _start))
+    for action in (check_, plans, accept, start):
+        action.value("site SITE", "the site's TOML file")
+    for action in (check_, plans, accept):
+        add_json(action)
     add_plan(check_)
     check_.value(
         "--only", "check only the data, or only the devices (default: both)", choices=("data", "devices")
@@ -107,16 +110,7 @@ def _add_work(actions: Actions) -> None:
         "--device NAME",
         "check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
-    add_json(check_)
-    plans = add_action(actions, _plans)
-    plans.value("site SITE", "the site's TOML file")
-    add_json(plans)
-    accept = add_action(actions, _accept)
-    accept.value("site SITE", "the site's TOML file")
     accept.value("digest DIGEST", "the plan's digest, whole: cloister plan check prints it")
-    add_json(accept)
-    start = add_action(actions, _start)
-    start.value("site SITE", "the site's TOML file")
     add_log_format(start)
 
 
@@ -161,9 +155,8 @@ def _start(arguments: argparse.Namespace) -> int:
         with_rest = True
     sys.stderr.flush()
     if with_rest:
-        os._exit(
-            130
-        )  # a training in another thread would keep the process: it is begun again when the site is back
+        # A training in another thread would keep the process: it is begun again when the site is back.
+        os._exit(130)
     return 0
 
 

@@ -63,18 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(found: Mapping[str, Any]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from cloister.cli.show.console import PipedConsole
+    from cloister.cli.show.console import PipedConsole, columns
 
     console = PipedConsole()
     if not found["runs"]:
         console.print("no run was submitted")
         return
-    runs = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("run", "state", "reason"):
-        runs.add_column(heading, overflow="fold")
+    runs = columns("run", "state", "reason", left=3)
     for entry in found["runs"]:
         runs.add_row(*(Text(entry[field]) for field in ("run", "state", "reason")))
     console.print(runs)
@@ -89,9 +86,7 @@ def _show(found: Mapping[str, Any]) -> None:
     if begun is not None:
         console.print(f"now        round {begun['round']}, attempt {begun['attempt']}: {begun['purpose']}")
     moved = now.get("Moved", {"sent": {}, "received": {}})
-    sites = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("site", "state", "sent MB", "received MB"):
-        sites.add_column(heading, justify="right" if "MB" in heading else "left", overflow="fold")
+    sites = columns("site", "state", "sent MB", "received MB", left=2)
     states = dict.fromkeys(connected["sites"], "connected") | connected["missing"]
     for site in sorted(states):
         bytes_ = (moved[way].get(site, 0) / 1e6 for way in ("sent", "received"))

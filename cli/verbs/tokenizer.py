@@ -1,6 +1,6 @@
-"""`cloister tokenizer`: train a tokenizer on public text, and show how one cuts a text.
+"""`cloister tokenizer`: train a tokenizer on public text.
 
-Train a tokenizer for a model with fresh weights (model.tokenizer), or show one.
+Train a tokenizer for a model with fresh weights (model.tokenizer).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from cloister.cli.options.shared_options import Parser, add_action, add_json, te
 from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError
 from cloister.protocol.machine.storage import check_empty, write_folder
-from cloister.protocol.plan.plan import ModelSection
 
 
 def options(parser: Parser) -> None:
-    """The actions `train` and `show`."""
+    """The action `train`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     train = add_action(actions, _train)
     train.value(
@@ -33,10 +32,6 @@ def options(parser: Parser) -> None:
     train.value("--vocab N", "tokens, at least 258", 8192)
     train.value("--out DIR", "folder to write, new or empty", required=True)
     add_json(train)
-    show = add_action(actions, _show)
-    show.value("tokenizer DIR", "folder of a tokenizer, a hub name, or bytes")
-    show.value("text TEXT", "the text")
-    add_json(show)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -101,31 +96,3 @@ def check_public(file: Path, field: str) -> None:
     for place in places(file, field):
         if any((folder / "site.toml").exists() for folder in (place, *place.parents)):
             raise DataError(field, str(file), expected="public text, and this is in a site's folder")
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    """Show the tokens of a text.
-
-    Print the tokens with their bytes, and whether the text comes back whole.
-    """
-    from cloister.lm.text.tokenizer import load_tokenizer
-
-    try:
-        length = len(arguments.text.encode())
-    except UnicodeEncodeError:
-        raise CloisterError("TEXT", arguments.text, expected="text in UTF-8") from None
-    tokenizer = load_tokenizer(ModelSection(tokenizer=arguments.tokenizer))
-    ids: list[int] = tokenizer(arguments.text, add_special_tokens=False)["input_ids"]
-    whole = tokenizer.decode(ids) == arguments.text
-    pieces = [tokenizer.decode([token]) for token in ids]
-    rate = f", {length / len(ids):.2f} bytes each" if ids else ""
-    part = "bytes of a part of a character"
-    return tell(
-        arguments,
-        {"vocabulary": len(tokenizer), "ids": ids, "pieces": pieces, "bytes": length, "whole": whole},
-        *(
-            f"{token:>8}  {part if chr(0xFFFD) in piece else repr(piece)}"
-            for token, piece in zip(ids, pieces, strict=True)
-        ),
-        f"{len(ids):,} tokens of {len(tokenizer):,}{rate}; {'comes back whole' if whole else 'is not whole'}",
-    )

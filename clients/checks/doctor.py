@@ -11,7 +11,7 @@ from pathlib import Path
 from cloister.clients.network.door import health
 from cloister.clients.network.route import Route
 from cloister.clients.setup.config import SiteConfig
-from cloister.clients.setup.enrolment import read_installed
+from cloister.clients.setup.enrolment import must_be_installed
 from cloister.protocol.errors import ConnectionFailedError, ModelError, RosterError
 from cloister.protocol.identity.certificates import check_authority, read_certificate
 from cloister.protocol.identity.federation import Federation
@@ -27,7 +27,6 @@ _HOPS: tuple[tuple[str, Callable[[Route], str], int], ...] = (
     ("TCP", Route.connect, 1),
     ("CONNECT", Route.tunnel, 1),
     ("TLS", Route.handshake, 4),  # a certificate that is refused is fetched again, to say what it is
-    ("ALPN", Route.negotiated, 0),
 )
 """The hops to the door, and the waits of each."""
 
@@ -65,17 +64,14 @@ class SiteDoctor(Closing):
         ]
         before = "federation"
         for name, make, waits in (*_HOPS, ("door", self._served, 1)):
-            look = partial(self._along, make)
+            look = partial(lambda make: make(self._route), make)
             found.append(Hop(name, look, "ask the coordinator", waits * self.limit_s, (before,)))
             before = name
         return found
 
     @cached_property
     def _federation(self) -> Federation:
-        federation = read_installed(self.config)
-        if federation is None:
-            raise RosterError("federation", "", expected=f"the installed one, in {self.path}")
-        return federation
+        return must_be_installed(self.config)
 
     @cached_property
     def _route(self) -> Route:
@@ -129,9 +125,6 @@ class SiteDoctor(Closing):
             more = "; torch sees no GPU" if config.device == "auto" and names == ["cpu"] else ""
         shown = ", ".join(f"{name} ({memory_of(name) / 1e9:.0f} GB)" for name in dict.fromkeys(names))
         return f"{shown}{more}"
-
-    def _along(self, make: Callable[[Route], str]) -> str:
-        return make(self._route)
 
     def _served(self, route: Route) -> str:
         route.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -92,7 +93,8 @@ def estimated_memory(plan: Plan, mesh: Mesh) -> list[RankMemory]:
         with _in_place_of(ranks[place], mesh) as connected:
             return _part(plan, mesh, place, connected)
 
-    parts = dict(_over([getattr(mesh, name) for name in Coordinates._fields], part))
+    degrees = [getattr(mesh, name) for name in Coordinates._fields]
+    parts = dict(zip(product(*map(range, degrees)), _over(degrees, part), strict=True))
     coded = Sums(plan, layout.size).training
     element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
@@ -139,41 +141,28 @@ def _in_place_of(rank: int, mesh: Mesh) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _over(
-    degrees: Sequence[int], part: Callable[[tuple[int, ...]], Part]
-) -> Iterator[tuple[tuple[int, ...], Part]]:
-    """Every place of a mesh with what its rank has; `part` is called for few of them."""
+def _over(degrees: Sequence[int], part: Callable[[tuple[int, ...]], Part]) -> list[Part]:
+    """What the rank has at every place of a mesh, in their order; `part` is called for few of them."""
 
-    def along(prefix: tuple[int, ...], rest: Sequence[int]) -> Any:
-        """Nested tuples of what the ranks have whose places begin with `prefix`."""
-        if not rest:
-            return part(prefix)
-        return tuple(_filled(rest[0], lambda index: along((*prefix, index), rest[1:])))
-
-    def flat(found: Any, prefix: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Part]]:
+    def along(prefix: tuple[int, ...]) -> list[Part]:
+        """What the ranks have whose places begin with `prefix`."""
         if len(prefix) == len(degrees):
-            yield prefix, found
-        else:
-            for index, each in enumerate(found):
-                yield from flat(each, (*prefix, index))
+            return [part(prefix)]
+        return list(chain(*_filled(degrees[len(prefix)], lambda index: along((*prefix, index)))))
 
-    return flat(along((), degrees), ())
+    return along(())
 
 
 def _filled(count: int, of: Callable[[int], _T]) -> list[_T]:
     """[of(0), ..., of(count - 1)], where values between two equal ones are equal to them and are not computed."""
-    found = {index: of(index) for index in {0, count - 1}}
 
-    def fill(low: int, high: int) -> None:
+    def between(low: int, high: int, below: _T, above: _T) -> list[_T]:
+        if high - low < 2 or below == above:
+            return [below] * (high - low - 1)
         middle = (low + high) // 2
-        if middle == low:
-            return
-        if found[low] == found[high]:
-            found.update(dict.fromkeys(range(low + 1, high), found[low]))
-            return
-        found[middle] = of(middle)
-        fill(low, middle)
-        fill(middle, high)
+        value = of(middle)
+        return [*between(low, middle, below, value), value, *between(middle, high, value, above)]
 
-    fill(0, count - 1)
-    return [found[index] for index in range(count)]
+    first = of(0)
+    last = of(count - 1) if count > 1 else first
+    return [first, *between(0, count - 1, first, last), last][:count]

@@ -37,7 +37,6 @@ from cloister.protocol.errors import (
     CloisterError,
     DoorError,
     MemberError,
-    StorageError,
     TransferError,
     UntrustedError,
     visible,
@@ -294,52 +293,26 @@ class DoorSite:
             DoorError: the coordinator cannot be reached, or did not answer as expected.
             CloisterError: the site's own key or federation cannot be read.
         """
-        entrance, identity, nonce = self._visitor.entrance(), self._visitor.identity(), os.urandom(NONCE)
-        channel = open_channel(entrance)
-        unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
-        unsent.put(pb.FromSite(hello=pb.Hello(version=VERSION, name=self._visitor.name, nonce=nonce)))
-        welcomed = False
-        try:
-            messages = iter(unsent.get, None)
-            call = channel.stream_stream(f"/{_SERVICE}/Session")(
-                message.SerializeToString() for message in messages
-            )
-            with self._watched(call, HANDSHAKE_S) as moving:
-                for data in call:
-                    said = _parsed(data)
-                    kind = said.WhichOneof("said")
+        visitor, entrance = self._visitor, self._visitor.entrance()
+        identity, seen = visitor.identity(), pb.Head(**asdict(visitor.heads.known(COORDINATOR)))
+        with talking(entrance, "Session") as talk, self._watched(talk.call, HANDSHAKE_S) as moving:
+            talk.introduce(entrance, visitor.name, identity, seen=seen)
+            said = talk.hear("welcome")
+            visitor.heads.check(COORDINATOR, Head(said.welcome.seen.number, said.welcome.seen.hash))
+            self.trouble, moving.limit_s = "", SILENT_S
+            _log.info("connected to %s", entrance.address)
+            self._heard(said)
+            self._connected(_Session(talk.channel, said.welcome.key, talk.unsent))
+            try:
+                for data in talk.call:
                     moving.moved()
-                    if welcomed:
-                        self._heard(said)
-                        if kind == "alive":
-                            self._note(said.alive.head)
-                    elif kind == "challenge":
-                        nonces = Nonces(nonce, said.challenge.nonce)
-                        signature = prove(identity, self._visitor.name, entrance, nonces)
-                        key = identity.public_key().public_bytes_raw()
-                        seen = pb.Head(**asdict(self._visitor.heads.known(COORDINATOR)))
-                        unsent.put(pb.FromSite(proof=pb.Proof(key=key, signature=signature, seen=seen)))
-                    elif kind == "welcome":
-                        self._visitor.heads.check(
-                            COORDINATOR, Head(said.welcome.seen.number, said.welcome.seen.hash)
-                        )
-                        welcomed, self.trouble = True, ""
-                        moving.limit_s = SILENT_S
-                        _log.info("connected to %s", entrance.address)
-                        self._heard(said)
-                        self._connected(_Session(channel, said.welcome.key, unsent))
-                    else:
-                        raise DoorError("message", kind or "", expected="challenge or welcome")
-        except grpc.RpcError as error:
-            if not welcomed:
-                raise _error(error) from None
-            _log.info("door: the session broke: %s", printable(_details(error)))
-        finally:
-            self._connected(None)
-            unsent.put(None)
-            channel.close()
-        if not welcomed:
-            raise DoorError("session", expected="one that the coordinator keeps open")
+                    self._heard(said := _parsed(data))
+                    if said.WhichOneof("said") == "alive":
+                        visitor.heads.note(COORDINATOR, Head(said.alive.head.number, said.alive.head.hash))
+            except grpc.RpcError as error:
+                _log.info("door: the session broke: %s", printable(_details(error)))
+            finally:
+                self._connected(None)
 
     def _wait_s(self, failures: int) -> float:
         """Seconds before the next try."""
@@ -354,12 +327,6 @@ class DoorSite:
         with self._changed:
             self._requests.heard(said)
             self._changed.notify_all()
-
-    def _note(self, seen: pb.Head) -> None:
-        try:
-            self._visitor.heads.note(COORDINATOR, Head(seen.number, seen.hash))
-        except StorageError as error:  # less is found; the session goes on
-            _log.warning("%s", error)
 
     def _own(self) -> pb.Head:
         """The head of the site's audit log; an empty one where it cannot be read, which other places say."""
@@ -498,9 +465,13 @@ class DoorSite:
             vectors=[pb.Vector(hash=each.name, size=each.data.nbytes) for each in reply.vectors],
         )
         sent = [each for each in reply.vectors if each.data.nbytes]
+
+        def send(vector: Named) -> bool:
+            return self._persist(lambda session: self._upload(session, id, vector))
+
         session: _Session | None = None
         while (session := self._open_session(session)) is not None:
-            if not all(self._streams.map(partial(self._send, id), sent)):
+            if not all(self._streams.map(send, sent)):
                 return False
             with self._changed:
                 session = self._session
@@ -510,9 +481,6 @@ class DoorSite:
                 if self._requests.taken == id:
                     return not self._requests.unasked
         return False
-
-    def _send(self, id: bytes, vector: Named) -> bool:
-        return self._persist(lambda session: self._upload(session, id, vector))
 
     def _settled(self, id: bytes, session: _Session) -> bool:
         """Whether a reply that was sent in a session need not be waited for in it any longer."""
@@ -605,21 +573,20 @@ def health(entrance: Entrance, limit_s: float) -> str:
     return "" if answer == _SERVING else "another state than SERVING"
 
 
-class Enrolling:
-    """The call that a stranger may make, `Enrol`, from `enrolling`.
+@dataclass(frozen=True)
+class Talk:
+    """A call with messages both ways: a session, or what a stranger may say. `talking` makes it."""
 
-    Args:
-        call: The call.
-        unsent: What is sent in it.
-    """
-
-    def __init__(self, call: Any, unsent: queue.SimpleQueue[pb.FromSite | None]) -> None:
-        self._call = call
-        self._unsent = unsent
+    channel: grpc.Channel
+    call: Any
+    unsent: queue.SimpleQueue[pb.FromSite | None]
+    """What is sent in it."""
+    of_stranger: bool
+    """Whether the door refuses in words of its own."""
 
     def say(self, **said: Any) -> None:
         """Send a message."""
-        self._unsent.put(pb.FromSite(**said))
+        self.unsent.put(pb.FromSite(**said))
 
     def hear(self, *kinds: str) -> pb.ToSite:
         """The next message, which must be of one of some kinds; without a kind where the door has ended the call.
@@ -630,25 +597,53 @@ class Enrolling:
             DoorError: it cannot be reached, or answers something else.
         """
         try:
-            said = _parsed(next(self._call, b""))
+            said = _parsed(next(self.call, b""))
         except grpc.RpcError as error:
-            raise _error(error) if error.code() not in _IN_WORDS else _in_words(error) from None
+            raise (_in_words if self.of_stranger else _error)(error) from None
         kind = said.WhichOneof("said") or ""
         if kind not in kinds:
             raise DoorError("message", kind, expected=" or ".join(kinds))
         return said
 
+    def introduce(
+        self,
+        entrance: Entrance,
+        name: str,
+        identity: Ed25519PrivateKey,
+        seen: pb.Head | None = None,
+        installed: int = 0,
+    ) -> None:
+        """Prove who the site is, in the steps 1 to 3 of `server/door/door.py`; errors as for `hear`.
+
+        Args:
+            entrance: The federation.
+            name: The site's name.
+            identity: Its key.
+            seen: What it has seen of the coordinator's audit log.
+            installed: The version of the federation that it has.
+        """
+        nonce, public = os.urandom(NONCE), identity.public_key().public_bytes_raw()
+        self.say(hello=pb.Hello(version=VERSION, name=name, nonce=nonce, installed=installed))
+        nonces = Nonces(nonce, self.hear("challenge").challenge.nonce)
+        signature = prove(identity, name, entrance, nonces)
+        self.say(proof=pb.Proof(key=public, signature=signature, seen=seen))
+
 
 @contextmanager
-def enrolling(entrance: Entrance, limit_s: float) -> Iterator[Enrolling]:
-    """A call of `Enrol` at a door, over a connection of its own; the door's certificate is of the entrance's authority,
-    or is that certificate itself."""
+def talking(entrance: Entrance, name: str, limit_s: float | None = None) -> Iterator[Talk]:
+    """A call of a door's service, over a connection of its own.
+
+    Args:
+        entrance: Where the door is; its certificate is of the entrance's authority, or is that certificate itself.
+        name: The call, `Session` or `Enrol`.
+        limit_s: Seconds in which it ends; None: no limit.
+    """
     unsent: queue.SimpleQueue[pb.FromSite | None] = queue.SimpleQueue()
     with closing(open_channel(entrance)) as channel:
         messages = (message.SerializeToString() for message in iter(unsent.get, None))
-        call = channel.stream_stream(f"/{_SERVICE}/Enrol")(messages, timeout=limit_s)
+        call = channel.stream_stream(f"/{_SERVICE}/{name}")(messages, timeout=limit_s)
         try:
-            yield Enrolling(call, unsent)
+            yield Talk(channel, call, unsent, of_stranger=name == "Enrol")
         finally:
             unsent.put(None)
             call.cancel()
@@ -668,6 +663,8 @@ def _details(error: grpc.RpcError) -> str:
 
 def _in_words(error: grpc.RpcError) -> CloisterError:
     """A refusal whose line the coordinator has written."""
+    if error.code() not in _IN_WORDS:
+        return _error(error)
     kind = DoorError if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED else MemberError
     refused = kind("enrolment", expected="a coordinator that accepts it")
     refused.args = (f"the coordinator refuses: {visible(error.details() or 'without a reason')[:500]}",)

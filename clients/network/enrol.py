@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.door import enrolling
+from cloister.clients.network.door import talking
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import CloisterError, DoorError, RosterError, UntrustedError
 from cloister.protocol.identity.address import host_of
@@ -24,7 +24,7 @@ from cloister.protocol.identity.document import LONGEST
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import check_name
-from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
+from cloister.protocol.identity.session import NONCE, Entrance, Nonces
 from cloister.protocol.identity.short_authentication import Exchange, commitment
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.transfer import HANDSHAKE_S, STALL_S, VERSION
@@ -64,7 +64,7 @@ def enrol(address: str, request: Request) -> Enrolment:
     certificate = shown.public_bytes(Encoding.DER)
     nonce, document = os.urandom(NONCE), request.to_toml()
     try:
-        with enrolling(Entrance("", address, certificate), HANDSHAKE_S) as call:
+        with talking(Entrance("", address, certificate), "Enrol", HANDSHAKE_S) as call:
             call.say(commit=pb.Commit(version=VERSION, commitment=commitment(document, nonce)))  # 2
             founded = call.hear("founded").founded  # 3
             if len(founded.nonce) != NONCE:
@@ -100,12 +100,6 @@ def enrol(address: str, request: Request) -> Enrolment:
     return Enrolment(Entrance(founded.name, address, founded.authority), code)
 
 
-def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federation | None:
-    """The newest version of the federation, as `following` gets it; None while the site's request waits."""
-    found = following(entrance, name, identity, 0)
-    return found[0] if found else None
-
-
 def following(
     entrance: Entrance, name: str, identity: Ed25519PrivateKey, installed: int
 ) -> tuple[Federation, int] | None:
@@ -123,11 +117,8 @@ def following(
         DoorError: the coordinator cannot be reached.
         RosterError: what it sends is no version of this federation.
     """
-    nonce, public = os.urandom(NONCE), identity.public_key().public_bytes_raw()
-    with enrolling(entrance, STALL_S) as call:
-        call.say(hello=pb.Hello(version=VERSION, name=name, nonce=nonce, installed=installed))
-        nonces = Nonces(nonce, call.hear("challenge").challenge.nonce)
-        call.say(proof=pb.Proof(key=public, signature=prove(identity, name, entrance, nonces)))
+    with talking(entrance, "Enrol", STALL_S) as call:
+        call.introduce(entrance, name, identity, installed=installed)
         said = call.hear("waiting", "document")
         parts, last = b"", said.newest
         while said.WhichOneof("said") == "document":
@@ -165,19 +156,19 @@ def wait_for_approval(
         pause: Waits for some seconds.
 
     Raises:
-        CloisterError: as for `newest`, but not where the coordinator is away.
+        CloisterError: as for `following`, but not where the coordinator is away.
     """
-    away = ""
+    away = False
     while True:
         try:
-            federation = newest(enrolment.entrance, name, identity)
-            away = ""
+            found = following(enrolment.entrance, name, identity, 0)
+            away = False
+            if found is not None:
+                return found[0]
         except CloisterError as error:
             if type(error) is not DoorError:
                 raise
             if not away:
                 told(f"{error}; trying again")
-            away, federation = str(error), None
-        if federation is not None:
-            return federation
+            away = True
         pause(_POLL_S)

@@ -1,4 +1,4 @@
-"""The way from a site to the door, hop by hop, as gRPC takes it: proxy, DNS, TCP, CONNECT, TLS, ALPN.
+"""The way from a site to the door, hop by hop, as gRPC takes it: proxy, DNS, TCP, CONNECT, TLS.
 
 It is made here with sockets, because gRPC says of most failures only that the server is not available. Each method
 makes one hop, and needs those before it.
@@ -142,10 +142,10 @@ class Route(Closing):
         )
 
     def handshake(self) -> str:
-        """Make the TLS connection, and check chain, dates and name of the server's certificate.
+        """Make the TLS connection, and check chain, dates and name of the server's certificate, and HTTP/2 (ALPN).
 
         Raises:
-            ConnectionFailedError: the server speaks no TLS, or has another certificate.
+            ConnectionFailedError: the server speaks no TLS or HTTP/2, or has another certificate.
         """
         assert self._socket is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -172,20 +172,7 @@ class Route(Closing):
             ) from error
         except OSError as error:
             raise self._closed() from error
-        der = made.getpeercert(binary_form=True)
-        assert der is not None
-        until = x509.load_der_x509_certificate(der).not_valid_after_utc
-        return f"{made.version()}, certificate of this federation's authority for {self.host}, until {until:%Y-%m-%d}"
-
-    def negotiated(self) -> str:
-        """Check that HTTP/2 was agreed on in the TLS handshake, which gRPC requires.
-
-        Raises:
-            ConnectionFailedError: it was not.
-        """
-        assert isinstance(self._socket, ssl.SSLSocket)
-        agreed = self._socket.selected_alpn_protocol()
-        if agreed != "h2":
+        if (agreed := made.selected_alpn_protocol()) != "h2":
             raise ConnectionFailedError(
                 "ALPN",
                 agreed or "",
@@ -193,7 +180,10 @@ class Route(Closing):
                 fix="a proxy in front of the server ends TLS: the coordinator must let TCP through to it as it is, for "
                 f"{self.address}",
             )
-        return "h2"
+        der = made.getpeercert(binary_form=True)
+        assert der is not None
+        until = x509.load_der_x509_certificate(der).not_valid_after_utc
+        return f"{made.version()}, certificate of this federation's authority for {self.host}, until {until:%Y-%m-%d}"
 
     def _asked_for_tunnel(self, proxy: _Proxy) -> tuple[int, str]:
         """The status of the proxy's answer, 0 if it is none of HTTP, and its first line."""

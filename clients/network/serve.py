@@ -95,9 +95,7 @@ def serve(
     guard, envelope = admitted[0]
     try:
         return guard.sealed(envelope, signed, reply)
-    except (
-        Exception
-    ) as error:  # a defect too, as in `answered`: raised further, its text would leave the site
+    except Exception as error:  # a defect too, as in `answered`
         _log.exception("the reply cannot be sealed")
         return encode(Failed("", printable(explain(error))))
 

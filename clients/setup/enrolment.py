@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -33,7 +34,7 @@ from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Change, Federation
 from cloister.protocol.identity.request import Request, check_contact
 from cloister.protocol.identity.roster import Card, load_identity, new_identity, save_identity
-from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.machine.storage import lock, on_disk, write_bytes
 
 _NUMBERED = re.compile(r"(.+)-([0-9]+)")
 
@@ -262,6 +263,34 @@ def read_installed(config: SiteConfig) -> Federation | None:
         if (here := getattr(config, field)) != value.hex():
             raise RosterError(field, here, expected=f"{value.hex()}, as in the installed {path}")
     return federation
+
+
+def must_be_installed(config: SiteConfig) -> Federation:
+    """The version that is installed.
+
+    Raises:
+        RosterError: none is; or as for `read_installed`.
+    """
+    federation = read_installed(config)
+    if federation is None:
+        raise RosterError(
+            "federation",
+            config.federation,
+            expected="the file of an installed federation",
+            fix="install it: cloister site install FILE",
+        )
+    return federation
+
+
+def take(config: SiteConfig) -> IO[bytes]:
+    """Take a site for this process, until the returned file is closed; its state folder is made.
+
+    Raises:
+        StorageError: another process serves it, or the disk refuses.
+    """
+    with on_disk(config.folder):
+        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return lock(config.folder / "lock", "a site that no other process serves")
 
 
 def _own(

@@ -191,10 +191,8 @@ class AttemptFiles:
 
         A power cut can tear it; the attempt, which gives the same answer, is wiped later only.
         """
-        frame, before = (
-            _frame(pack(_hash(request), answer, *_fields(state.marks.answered))),
-            self._read_revealed(),
-        )
+        frame = _frame(pack(_hash(request), answer, *_fields(state.marks.answered)))
+        before = self._read_revealed()
         file = _open(self._folder / "revealed")
         try:
             if os.pwrite(file, frame, 0) != len(frame):
@@ -202,9 +200,8 @@ class AttemptFiles:
             os.ftruncate(file, len(frame))
             sync(file)
         except OSError as error:
-            with contextlib.suppress(
-                OSError
-            ):  # the answer does not leave, and `marks` still has the one before it
+            # The answer does not leave, and `marks` still has the one before it.
+            with contextlib.suppress(OSError):
                 written = 0
                 while written < len(before):  # in blocks that the file has had
                     written += os.pwrite(file, before[written:], written)

@@ -101,7 +101,7 @@ class Kept:
         joined = {"digest": digest.hex(), "plan": request.plan, "base": request.base_hash.hex()}
         joined |= membership._asdict() if membership else {}
         self.check(request, digest)
-        path = self.base_path(request.base_hash)
+        path = base_path(self._bases, request.base_hash)
         if request.base_hash and not path.exists():
             write_file(path, lambda temporary: save_vector(temporary, request.base))
         write_bytes(self._joined(request.run), json.dumps(joined).encode())
@@ -184,18 +184,6 @@ class Kept:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def base_path(self, base_hash: bytes) -> Path:
-        """Where the base model with a hash is kept."""
-        return base_path(self._bases, base_hash)
-
-    def base(self, base_hash: bytes) -> Vector | None:
-        """The base model with a hash; None for the empty hash.
-
-        Raises:
-            StorageError: it is missing or has changed.
-        """
-        return read_base(self.base_path(base_hash), base_hash)
-
     # Finished updates and totals, so that no retry trains or evaluates again, and what is masked again is the same.
 
     @contextmanager
@@ -236,10 +224,6 @@ class Kept:
                 str(path), f"{len(key)} bytes", expected=f"{_ROUNDING_KEY}", fix="remove the file"
             )
         return hmac.digest(key, run.encode(), "sha256")
-
-    def update_path(self, about: SumId) -> Path:
-        """Where the finished update of a round is kept."""
-        return update_path(run_folder(self._state, about.run), about.round)
 
     def keep(
         self,

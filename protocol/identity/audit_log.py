@@ -278,13 +278,6 @@ def in_words(lines: tuple[Line, ...]) -> Iterator[str]:
     for line in lines:
         fact = line.fact
         where = f"round {fact.round}" + (f", attempt {fact.attempt}" if fact.attempt else "")
-        parts = (
-            f"{fact.what:<8}",
-            fact.site or "coordinator",
-            where,
-            f"run {fact.run[:12]}",
-            f"plan {fact.plan[:12]}",
-        )
-        yield visible(
-            f"{line.number:>6}  {line.at}  {'  '.join(parts)}" + (f"  {fact.detail}" if fact.detail else "")
-        )
+        who = f"{fact.what:<8}  {fact.site or 'coordinator'}  {where}  run {fact.run[:12]}  plan {fact.plan[:12]}"
+        detail = f"  {fact.detail}" if fact.detail else ""
+        yield visible(f"{line.number:>6}  {line.at}  {who}{detail}")

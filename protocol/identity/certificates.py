@@ -200,9 +200,8 @@ def _builder(
 
 
 def _name(common: str) -> x509.Name:
-    return x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, common[:64])]
-    )  # RFC 5280: at most 64 characters
+    # RFC 5280: at most 64 characters.
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
 
 
 def _general(name: str) -> x509.GeneralName:

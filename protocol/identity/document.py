@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.protocol.errors import RosterError
+from cloister.protocol.machine.storage import readable
 from cloister.protocol.plan.threshold import LARGEST
 
 LONGEST = 64 * 2**20  # bytes; a federation of 10,000 sites takes 8 MB
@@ -36,11 +37,8 @@ def read_document(path: Path, what: str) -> str:
     Raises:
         RosterError: the file is missing, unreadable, too large or not UTF-8.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(LONGEST + 1)
-    except OSError as error:
-        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
+    with readable(path, what, RosterError), path.open("rb") as file:
+        content = file.read(LONGEST + 1)
     if len(content) > LONGEST:
         raise RosterError(what, str(path), expected=f"a file of at most {LONGEST} bytes")
     try:

@@ -189,18 +189,14 @@ class Federation:
             if before is None:
                 found.append(Change("added", name, f"contact: {after.contact}" if after else ""))
             elif after is None:
-                left = before.key not in revoked
-                kind, detail = (
-                    ("removed", "left") if left else ("revoked", "its key is revoked, and the site left")
-                )
-                found.append(Change(kind, name, detail))
+                gone = "its key is revoked, and the site left"
+                key = before.key in revoked
+                found.append(Change("revoked", name, gone) if key else Change("removed", name, "left"))
             elif after.rotates(before.key):
                 found.append(Change("rotated", name, "its old key signed the new one"))
             elif before.key != after.key and before.key in revoked:
-                detail = (
-                    "its key is revoked; its old key did NOT sign the new one: call the site before you agree"
-                )
-                found.append(Change("revoked", name, detail))
+                unsigned = "its key is revoked; its old key did NOT sign the new one"
+                found.append(Change("revoked", name, f"{unsigned}: call the site before you agree"))
             else:
                 raise RosterError(
                     f"request of {name}",

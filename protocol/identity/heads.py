@@ -14,14 +14,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from cloister.protocol.errors import RestoredError
+from cloister.protocol.errors import RestoredError, StorageError
 from cloister.protocol.identity.audit_log import FIRST, Line, line_of
 from cloister.protocol.machine.storage import on_disk, write_bytes, write_new
+
+_log = logging.getLogger(__name__)
 
 COORDINATOR: Final = "coordinator"
 """The name under which a site keeps its coordinator's head."""
@@ -74,15 +77,16 @@ class Heads:
     def note(self, peer: str, head: Head) -> None:
         """Keep a head of another party, unless it is the one that is kept, or of a shorter log.
 
-        A power cut may lose it: then less is found.
-
-        Raises:
-            StorageError: the disk refuses.
+        A power cut, or a disk that refuses, may lose it: then less is found, and a warning says so of the disk.
         """
-        if self._folder is not None and head.number > self.known(peer).number:
+        if self._folder is None or head.number <= self.known(peer).number:
+            return
+        try:
             with on_disk(self._folder):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
             write_bytes(self._file(peer), json.dumps(asdict(head)).encode(), durable=False)
+        except StorageError as error:
+            _log.warning("%s", error)
 
     def check(self, peer: str, head: Head) -> None:
         """Check that its own log has a line that another party says that it has seen.

@@ -29,7 +29,7 @@ from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MemberError, RosterError
 from cloister.protocol.identity.certificates import key_from_pem, key_to_pem
 from cloister.protocol.identity.document import from_base64, to_base64
-from cloister.protocol.machine.storage import write_bytes, write_new
+from cloister.protocol.machine.storage import readable, write_bytes, write_new
 from cloister.protocol.plan.settings import Section, Settings
 from cloister.protocol.plan.threshold import LARGEST
 
@@ -65,7 +65,7 @@ def save_identity(identity: Ed25519PrivateKey, path: Path, *, durable: bool = Tr
         )
     pem = key_to_pem(identity)
     write_new(path, pem, durable=durable)
-    if _read(path, "identity") != pem:
+    if _read(path) != pem:
         raise RosterError("identity", str(path), expected="one process at a time that makes it")
 
 
@@ -79,10 +79,8 @@ def check_private(path: Path, what: str) -> None:
     Raises:
         RosterError: the file is missing, or its permissions allow more.
     """
-    try:
+    with readable(path, what, RosterError):
         mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError as error:
-        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error
     if mode & 0o077:
         raise RosterError(
             f"permissions of {path}",
@@ -99,7 +97,7 @@ def load_identity(path: Path) -> Ed25519PrivateKey:
         RosterError: the file is missing, unreadable or not an identity, or others than its owner can read it.
     """
     check_private(path, "identity")
-    identity = key_from_pem(_read(path, "identity"))
+    identity = key_from_pem(_read(path))
     if not isinstance(identity, Ed25519PrivateKey):
         raise RosterError("identity", str(path), expected="an unencrypted Ed25519 private key in PEM")
     return identity
@@ -340,8 +338,6 @@ def load_roster(path: Path) -> Roster:
     return Roster.from_toml(_FILE.read(path), str(path))
 
 
-def _read(path: Path, what: str) -> bytes:
-    try:
+def _read(path: Path) -> bytes:
+    with readable(path, "identity", RosterError):
         return path.read_bytes()
-    except OSError as error:
-        raise RosterError(what, str(path), expected=f"a file that can be read ({error.strerror})") from error

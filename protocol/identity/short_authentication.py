@@ -87,8 +87,3 @@ def given(text: str) -> str:
     if len(letters) != BITS // 5 or not set(letters) <= set(_LETTERS):
         raise RosterError("code", text, expected=f"{BITS // 5} letters and digits, such as 7KQ2-M9XD")
     return f"{letters[:4]}-{letters[4:]}"
-
-
-def same(one: str, other: str) -> bool:
-    """Whether two codes are equal, in a time that does not depend on where they differ."""
-    return hmac.compare_digest(one.encode(), other.encode())

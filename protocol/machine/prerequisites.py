@@ -8,7 +8,7 @@ import shutil
 import ssl
 import tempfile
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -28,7 +28,7 @@ def releases(packages: Iterable[str]) -> dict[str, str]:
 
 
 def check_releases() -> str:
-    """Check Python and every package against the ranges in cloister's metadata, and that TLS 1.3 is there.
+    """Check every package against the ranges in cloister's metadata.
 
     Returns:
         The releases, in one line.
@@ -38,27 +38,19 @@ def check_releases() -> str:
     """
     try:
         asked = requires("cloister") or []
-        python = metadata("cloister")["Requires-Python"]
     except PackageNotFoundError:
         raise MachineError("cloister", expected="an installed package", fix=_INSTALL) from None
-    for wanted in [f"python{python}", *asked]:
-        requirement = Requirement(wanted)
+    for requirement in map(Requirement, asked):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        has = platform.python_version() if requirement.name == "python" else _release(requirement.name)
+        has = _release(requirement.name)
         if has is None or not requirement.specifier.contains(has, prereleases=True):
             raise MachineError(
                 f"release of {requirement.name}",
                 has or "absent",
                 expected=str(requirement.specifier) or "any",
-                fix=f"install it: pip install '{requirement.name}{requirement.specifier}'"
-                if requirement.name != "python"
-                else f"make an environment with Python {python}, and install cloister in it",
+                fix=f"install it: pip install '{requirement.name}{requirement.specifier}'",
             )
-    if not ssl.HAS_TLSv1_3:
-        raise MachineError(
-            "OpenSSL", ssl.OPENSSL_VERSION, expected="one with TLS 1.3", fix="use another build of Python"
-        )
     found = ", ".join(f"{name} {release}" for name, release in releases(_SHOWN).items())
     libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
     return f"{found}, {libc}, {ssl.OPENSSL_VERSION}"
@@ -114,11 +106,20 @@ def check_space(folder: Path, needed: int | None, why: str) -> str:
     if free < needed:
         raise MachineError(
             "free space",
-            f"{_size(free)} at {there}",
-            expected=f"{_size(needed)} {why}",
+            f"{size(free)} at {there}",
+            expected=f"{size(needed)} {why}",
             fix="free space, or move the folder to a larger file system",
         )
-    return f"{_size(free)} free at {there}; {_size(needed)} {why}"
+    return f"{size(free)} free at {there}; {size(needed)} {why}"
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people: three digits and a unit."""
+    for name in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {name}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def _release(name: str) -> str | None:
@@ -126,7 +127,3 @@ def _release(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 10**8 else f"{count / 1e6:,.1f} MB"

@@ -253,6 +253,21 @@ def on_disk(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def readable(path: Path, field: str, kind: type[CloisterError], fix: str = "") -> Iterator[None]:
+    """Raise an error about `field` in place of what the disk refuses to read at `path`.
+
+    Raises:
+        CloisterError: of class `kind`: a call of the system failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(
+            field, str(path), expected=f"a file that can be read ({error.strerror})", fix=fix
+        ) from error
+
+
+@contextlib.contextmanager
 def _placed(path: Path, *, durable: bool, mode: int = 0o777) -> Iterator[Path]:
     """A context that puts something into the place of a temporary path beside `path`, in a folder that is made; the
     folder is synced also for a file whose writer was killed before it did so."""

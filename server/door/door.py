@@ -262,7 +262,7 @@ class Door(Closing):
         try:
             run = self._run = Behind((await received(reader)).begin, writer)
             for name in run.sites:
-                site = self._sites.setdefault(name, Site(name))
+                site = self._site(name)
                 site.sent = site.received = 0
             run.timers.add(asyncio.create_task(self._show(run)))
             _log.info("the door serves run %s", run.label, extra={"run": run.label})
@@ -273,9 +273,9 @@ class Door(Closing):
                     case "ask":
                         self._ask(run, said.ask)
                     case "taken":
-                        self._taken(said.taken)
+                        self._forget(said.taken, taken=True)
                     case "withdrawn":
-                        self._withdraw(said.withdrawn)
+                        self._forget(said.withdrawn, taken=False)
                     case "over":
                         self._over(run)
         except (asyncio.IncompleteReadError, ConnectionError):  # its process has ended
@@ -342,17 +342,15 @@ class Door(Closing):
         """Bytes that are still to come of the uploads that sites have begun."""
         return sum(site.pending.arrivals.missing for site in self._sites.values() if site.pending)
 
-    def _taken(self, of: pb.Of) -> None:
+    def _forget(self, of: pb.Of, *, taken: bool) -> None:
+        """The run has taken the reply of a site, or does not wait for it any more."""
         site = self._sites[of.site]
         if site.pending is not None and site.pending.asked.id == of.request:
-            site.taken, site.pending = site.pending.folder, None
-            if site.session is not None:
-                site.session.tell(taken=pb.Taken(id=of.request))
-
-    def _withdraw(self, of: pb.Of) -> None:
-        site = self._sites[of.site]
-        if site.pending is not None and site.pending.asked.id == of.request:
-            site.pending = None
+            pending, site.pending = site.pending, None
+            if taken:
+                site.taken = pending.folder
+                if site.session is not None:
+                    site.session.tell(taken=pb.Taken(id=of.request))
 
     def _over(self, run: Behind) -> None:
         """The run has ended: its sites forget it, and its uploads are removed."""
@@ -514,10 +512,7 @@ class Door(Closing):
         proof, member = await self._challenge(hello, context)
         if not member:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        site, seen = (
-            self._sites.setdefault(hello.name, Site(hello.name)),
-            Head(proof.seen.number, proof.seen.hash),
-        )
+        site, seen = self._site(hello.name), Head(proof.seen.number, proof.seen.hash)
         site.rate.take()
         site.sessions.take()
         await self._disk(partial(self._heads.check, hello.name, seen))
@@ -534,6 +529,9 @@ class Door(Closing):
         proof = _said(await context.read(), "proof").proof
         verify_proof(proof.signature, hello.name, proof.key, self._federation().entrance, nonces)
         return proof, self._is_member(hello.name, proof.key)
+
+    def _site(self, name: str) -> Site:
+        return self._sites.setdefault(name, Site(name))
 
     def _is_member(self, name: str, public: bytes) -> bool:
         """Whether the newest version of the federation has a site with a key."""
@@ -556,7 +554,7 @@ class Door(Closing):
                 self._enrolments.hear(hello.name, proof.key)
                 await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
                 return
-        self._sites.setdefault(hello.name, Site(hello.name)).rate.take()
+        self._site(hello.name).rate.take()
         newest = self._federation()
         following = await self._disk(partial(self._enrolments.following, hello.installed, newest))
         document = _document(following)
@@ -619,19 +617,16 @@ class Door(Closing):
             match said.WhichOneof("said"):
                 case "alive":
                     self._end_if_removed(site)  # by a command that has not reached this process
-                    head = await self._disk(partial(self._heads_with, site, said.alive.head))
+                    head = await self._disk(partial(self._exchange_heads, site, said.alive.head))
                     session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
 
-    def _heads_with(self, site: Site, seen: pb.Head) -> Head:
+    def _exchange_heads(self, site: Site, seen: pb.Head) -> Head:
         """Keep the head of a site's audit log; that of the coordinator's."""
-        try:
-            self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
-        except StorageError as error:  # less is found; the session goes on
-            _log.warning("%s", error)
+        self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
         return self._heads.own()
 
     async def _tell(self, session: Session, context: Context) -> None:
@@ -692,9 +687,8 @@ class Door(Closing):
                 return
             start = _parsed(pb.Part, first)
             vector = start.vector
-            if (
-                site.pending is not pending or start.request != pending.asked.id
-            ):  # of a reply to an earlier one
+            # Otherwise it may be of a reply to an earlier request.
+            if site.pending is not pending or start.request != pending.asked.id:
                 raise TransferError("vector", expected="a request that waits for its reply")
             arrival = pending.arrivals.begin(vector.hash, vector.size)
             for folder in pending.folder.parent.iterdir():

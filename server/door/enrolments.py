@@ -9,6 +9,7 @@ A waiting site holds no connection. It asks from time to time, and proves that i
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from cloister.protocol.errors import DoorError, MemberError, RosterError
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.short_authentication import Exchange, check_revealed, same
+from cloister.protocol.identity.short_authentication import Exchange, check_revealed
 from cloister.server.door.rate import Rate
 
 _PLACES = 16
@@ -198,7 +199,7 @@ class Enrolments:
         waiting = [each for each in self._waiting if each.request.name == name]
         if not waiting:
             raise RosterError("--code", name, expected="the name of a site that waits")
-        found = [each for each in waiting if same(each.code, code)]
+        found = [each for each in waiting if hmac.compare_digest(each.code.encode(), code.encode())]
         if found:
             return found[0].document
         for each in waiting:

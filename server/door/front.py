@@ -170,18 +170,10 @@ class Front:
         Raises:
             OSError: the address is wrong or taken.
         """
-        host, _, port = bind.rpartition(":")
-        host = host.strip("[]")
-        everywhere = host == "::" and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        if host == "::" and not everywhere:
-            host, family = "", socket.AF_INET
-        listening = socket.create_server(
-            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere
-        )
+        made = listening(bind)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accepted, sock=listening)
-        found: int = listening.getsockname()[1]
+        self._server = await loop.create_server(self._accepted, sock=made)
+        found: int = made.getsockname()[1]
         return found
 
     def close(self) -> None:
@@ -288,6 +280,21 @@ class _Arrival(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.set_protocol(self._take(transport))
+
+
+def listening(bind: str) -> socket.socket:
+    """A socket that listens on HOST:PORT; `[::]` is all addresses of the machine.
+
+    Raises:
+        OSError: the address is wrong or taken.
+    """
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    everywhere = host == "::" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if host == "::" and not everywhere:
+        host, family = "", socket.AF_INET
+    return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
 
 
 def _address(peer: tuple[str, int] | None) -> str:

@@ -248,7 +248,10 @@ class DoorGrid(Carrier):
         """Write the vectors of a request; as the door takes it, without its sites."""
         frames = [view(record[name].data) for name in sorted(record)]
         frame = bytes(frames[0]) if frames[0].nbytes <= SMALL else b""
-        named = [(self._name(data), data) for data in (frames[1:] if frame else frames)]
+        named = [
+            (blake3(data).digest() if data.nbytes else b"", data)
+            for data in (frames[1:] if frame else frames)
+        ]
         paths = tuple(str(self._folder / name.hex()) if name else "" for name, _ in named)
         id = hashlib.sha256(pack(VERSION, frame, tuple((name, data.nbytes) for name, data in named))).digest()
         self._retain({*paths, *(path for _, known in self._parcels.values() for path in known.paths)})
@@ -261,9 +264,6 @@ class DoorGrid(Carrier):
                     part.replace(path)
         vectors = [pb.Vector(hash=name, size=data.nbytes) for name, data in named]
         return pb.Ask(request=pb.Letter(id=id, frame=frame, vectors=vectors), paths=paths)
-
-    def _name(self, data: memoryview) -> bytes:
-        return blake3(data).digest() if data.nbytes else b""
 
     def _retain(self, paths: Iterable[str]) -> None:
         """Remove the vectors of earlier requests: the door has those mapped that it still sends."""

@@ -64,8 +64,7 @@ class GridChannel:
             while True:
                 if batch := requests():
                     until = time.monotonic() + deadline_s
-                    records, signed = self._signed(batch)
-                    messages = self._messages(records, signed, deadline_s, group)
+                    messages, signed = self._messages(batch, deadline_s, group)
                     ids = self._grid.push_messages(messages)
                     asked = (_Asked(node, signed[node], until) for node in batch)
                     waiting |= dict(zip(ids, asked, strict=True))
@@ -98,27 +97,23 @@ class GridChannel:
             time.sleep(_POLL_S)  # Flower's own grids have no call that waits
         return list(late.values())
 
-    def _signed(self, requests: Mapping[int, Request]) -> tuple[dict[int, ArrayRecord], dict[int, bytes]]:
-        """Each request encoded, and its envelope; what several nodes get is encoded and hashed once."""
+    def _messages(
+        self, requests: Mapping[int, Request], deadline_s: float, group: str
+    ) -> tuple[list[Message], dict[int, bytes]]:
+        """A message of each request, and their envelopes; what several nodes get is encoded and hashed once."""
         live = {id(each): self._records[id(each)] for each in requests.values() if id(each) in self._records}
         views: dict[int, Array] = {}
-        for request in requests.values():
+        ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)
+        messages, signed = [], {}
+        for node, request in requests.items():
             if id(request) not in live:
                 live[id(request)] = _encoded(request, views)
-        self._records = live
-        encoded = {node: live[id(request)] for node, request in requests.items()}
-        signed = {node: self._sender.envelope(self._names[node], each.body) for node, each in encoded.items()}
-        return {node: each.record for node, each in encoded.items()}, signed
-
-    def _messages(
-        self, records: Mapping[int, ArrayRecord], signed: Mapping[int, bytes], deadline_s: float, group: str
-    ) -> list[Message]:
-        ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)
-        messages = []
-        for node, record in records.items():
-            content = RecordDict({"frames": record, "envelope": ConfigRecord({"signed": signed[node]})})
+            each = live[id(request)]
+            signed[node] = self._sender.envelope(self._names[node], each.body)
+            content = RecordDict({"frames": each.record, "envelope": ConfigRecord({"signed": signed[node]})})
             messages.append(Message(content, node, "query", ttl=ttl, group_id=group))
-        return messages
+        self._records = live
+        return messages, signed
 
     def _reply(self, of: _Asked, message: Message) -> Reply | Failure:
         node, name = of.node, self._names[of.node]
@@ -131,9 +126,8 @@ class GridChannel:
         try:
             held = self._sender.opened(name, of.envelope, held)
         except SecureSumError as error:
-            said = reply_in(
-                held, node
-            )  # not sealed, so nobody's: of a site that does not know the coordinator
+            # Not sealed, so nobody's: of a site that does not know the coordinator.
+            said = reply_in(held, node)
             why = f" (it says: {said.reason})" if isinstance(said, Failed) else ""
             return Failure(f"node {node}", f"{error}{why}")
         reply = reply_in(held, node)

@@ -107,8 +107,6 @@ def command(folder: Path, **request: Any) -> Answer:
     try:
         found = json.loads((folder / _FILE).read_bytes())
         connection = _connected(int(found["port"]), bytes.fromhex(found["key"]))
-    except BlockingIOError as error:
-        raise _lost(folder, error, "", "start it again") from error
     except (OSError, EOFError, ValueError, KeyError, AuthenticationError) as error:
         start = f"start it: cloister coordinator start {shlex.quote(str(folder))}"
         expected = "the folder of a federation whose coordinator runs on this machine"

@@ -191,7 +191,13 @@ class Coordinator:
                 where = served(self._metrics, self._metrics_bind, on_network=self._metrics_on_network)
                 self._told(f"metrics: {opened.enter_context(where)}")
             heads = Heads(self.folder / AUDIT_LOG, self.folder / "heads")
-            door = Door(self._certificate, self._newest, self._bind, heads, self._version)
+            door = Door(
+                self._certificate,
+                self._newest,
+                self._bind,
+                heads,
+                lambda number: self._registry.version(number),
+            )
             opened.enter_context(door)
             control = Control(self.folder, self._answer)
             opened.callback(control.close)
@@ -211,10 +217,6 @@ class Coordinator:
         if self._registry.following.exists():
             self._registry = Registry.open(self.folder)
         return self._registry.federation
-
-    def _version(self, number: int) -> Federation:
-        """An earlier version, of those that `_newest` has read."""
-        return self._registry.version(number)
 
     def _wait_for_run(self) -> Entry | None:
         with self._changed:

@@ -1,24 +1,16 @@
-"""The cost of a plan, before it runs: parameters, bytes on the wire, memory and seconds."""
+"""The cost of a plan, before it runs: parameters, bytes on the wire and memory."""
 
 from __future__ import annotations
 
-import timeit
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from cloister.aggregation.secure import keys, shamir
-from cloister.aggregation.secure.secure_sum import ring_dtype, traffic
+from cloister.aggregation.secure.secure_sum import traffic
 from cloister.aggregation.sums import Sums
-from cloister.aggregation.vector import masks
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.threshold import Parameters
 from cloister.server.round.optimizer import moments
 
 _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
-_SAMPLE = 1 << 20  # elements that are masked to measure the speed of this machine
 
 
 @dataclass(frozen=True)
@@ -101,24 +93,13 @@ class SecureCost:
     """Bytes from one site in a round, without its vector."""
     overhead_bytes_down: int
     """Bytes to one site in a round, without the model."""
-    site_s: float
-    """Seconds of work that it adds at a site, at the present speed of this machine."""
-    coordinator_s: float
-    """Seconds of work that it adds at the coordinator, without dropouts."""
 
 
-def secure_cost(plan: Plan, trained: int) -> SecureCost | None:
-    """The cost of the secure sum over so many trained parameters; None for a plan that sums in clear.
-
-    The seconds are estimates: the keystream, a key agreement and a sharing are each timed here, for a few milliseconds,
-    and multiplied by the number of times that a round needs them. A site applies k + 1 masks and makes two key
-    agreements for each neighbour; the coordinator removes the mask of each site and reconstructs its secret.
-    """
+def secure_cost(plan: Plan) -> SecureCost | None:
+    """The cost of the secure sum; None for a plan that sums in clear."""
     if not plan.aggregation.secure:
         return None
-    n, found = plan.cohort.size(), plan.threshold()
-    length = Sums(plan, trained).training.length
-    element_s, agreement_s, sharing_s = _unit_costs(plan, found)
+    found = plan.threshold()
     sent, received = traffic(found, _NAME)
     return SecureCost(
         n=found.n,
@@ -129,24 +110,4 @@ def secure_cost(plan: Plan, trained: int) -> SecureCost | None:
         quorum=plan.quorum(),
         overhead_bytes_up=sent,
         overhead_bytes_down=received,
-        site_s=(found.k + 1) * length * element_s + 2 * found.k * agreement_s + 2 * sharing_s,
-        coordinator_s=n * length * element_s + n * sharing_s,
     )
-
-
-def _unit_costs(plan: Plan, found: Parameters) -> tuple[float, float, float]:
-    """Seconds for one element under one mask, one key agreement, one sharing of a secret."""
-
-    def fastest(act: Callable[[], object]) -> float:
-        return min(timeit.repeat(act, number=1, repeat=3))
-
-    sample: masks.Ring = np.zeros(_SAMPLE, ring_dtype(plan.aggregation.ring_bits))
-    seeds = [bytes([number]) * masks.SEED for number in range(2)]
-    element_s = fastest(lambda: masks.apply(sample, seeds, [])) / (2 * _SAMPLE)
-    exchange, other = keys.Exchange(b"1" * keys.KEY), keys.Exchange(b"2" * keys.KEY).public
-    agreement_s = fastest(lambda: exchange.secret(other))
-    indices = list(range(1, found.n + 1))[: max(found.k, found.threshold)]
-    sharing_s = fastest(
-        lambda: shamir.share(bytes(masks.SEED), found.threshold, indices, keys.random_from(bytes(32)))
-    )
-    return element_s, agreement_s, sharing_s

@@ -81,14 +81,11 @@ def check_newest(files: RunFiles) -> None:
         raise _older(
             files, f"round {released[0]}, attempt {released[1]}, of which the audit log has a release"
         )
-    kept = (
-        {entry.hash.hex() for entry in read_history(files.ledger).entries} if files.ledger.exists() else set()
-    )
-    charged = next(
-        (fact for fact in facts if fact.what == "charge" and fact.detail.split()[-1] not in kept), None
-    )
-    if charged is not None:
-        raise _older(files, f"in its ledger the charge of round {charged.round}, which the audit log has")
+    entries = read_history(files.ledger).entries if files.ledger.exists() else ()
+    kept = {entry.hash.hex() for entry in entries}
+    for fact in facts:
+        if fact.what == "charge" and fact.detail.split()[-1] not in kept:
+            raise _older(files, f"in its ledger the charge of round {fact.round}, which the audit log has")
 
 
 def _older(files: RunFiles, expected: str) -> RunFolderError:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import datetime
 import errno
-import socket
-import ssl
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from cloister.protocol.errors import CertificateError, MachineError
 from cloister.protocol.identity.address import everywhere, host_of, port_of, resolve
-from cloister.protocol.identity.certificates import names_of, read_certificate
+from cloister.protocol.identity.certificates import names_of
 from cloister.protocol.machine.findings import Hop
 from cloister.protocol.machine.prerequisites import check_releases, check_space
+from cloister.protocol.machine.storage import is_locked
 from cloister.protocol.plan.plan import Plan
+from cloister.server.door.front import listening
 from cloister.server.federation.registry import Registry
 
 
@@ -75,57 +75,20 @@ class CoordinatorDoctor:
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in found))}"
 
     def _port(self) -> str:
-        """Whether the port of the door is free, or used by the door."""
+        """Whether the coordinator runs, or the port of the door is free for it."""
         bind = everywhere(self._known.federation.door)
+        if is_locked(self.path / "lock"):
+            return f"`cloister coordinator start` runs, for {bind}"
         try:
-            with _bound(bind):
+            with listening(bind):
                 return f"{bind} is free: nothing listens there now"
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise MachineError(
-                    "port",
-                    bind,
-                    expected=f"one that can be listened on ({error.strerror})",
-                    fix="use a port above 1023 (cloister coordinator renew), or give cloister the right to it",
-                ) from error
-        return self._served(bind)
-
-    def _served(self, bind: str) -> str:
-        other = MachineError(
-            "port",
-            bind,
-            expected="free, or used by the coordinator, but another program has it",
-            fix=f"find it with ss -ltnp 'sport = :{port_of(bind)}' and stop it",
-        )
-        try:
-            pem = ssl.get_server_certificate(("127.0.0.1", port_of(bind)), timeout=self.limit_s)
-            shown = read_certificate(pem.encode(), "the server's")
-        except (OSError, ValueError, CertificateError) as error:
-            raise other from error
-        if shown != self._known.certificate("door"):
-            raise other
-        return f"{bind} is served with door.pem"
-
-
-def _bound(bind: str) -> socket.socket:
-    """A socket that is bound, and does not listen.
-
-    Raises:
-        OSError: the address cannot be had.
-    """
-    host = host_of(bind)
-    if host == "::" and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"  # as gRPC does
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if host == "::":
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.bind((host, port_of(bind)))
-    except OSError:
-        made.close()
-        raise
-    return made
+            taken = error.errno == errno.EADDRINUSE
+            find = f"find the other program with ss -ltnp 'sport = :{port_of(bind)}' and stop it"
+            other = "use a port above 1023 (cloister coordinator renew), or give cloister the right to it"
+            why = "another program has it" if taken else error.strerror
+            expected = f"one that can be listened on ({why})"
+            raise MachineError("port", bind, expected=expected, fix=find if taken else other) from error
 
 
 def coordinator_bytes(plan: Plan) -> int:

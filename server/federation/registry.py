@@ -51,7 +51,7 @@ from cloister.protocol.identity.roster import (
     new_identity,
     save_identity,
 )
-from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder, write_new
+from cloister.protocol.machine.storage import check_empty, readable, write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
 
 _SIGNING = "coordinator.key"
@@ -312,9 +312,5 @@ def _read_version(folder: Path, version: int) -> Federation:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with readable(path, "file of the federation", CertificateError, "restore it from a backup"):
         return path.read_bytes()
-    except OSError as error:
-        raise CertificateError(
-            str(path), expected=f"a file that can be read ({error.strerror})", fix="restore it from a backup"
-        ) from error

@@ -80,7 +80,7 @@ class KeptAttempt:
         Raises:
             StorageError: the disk refuses.
         """
-        write_file(self._sum, lambda path: _fill(path, vector))
+        write_file(self._sum, vector.tofile)
         self._write(Step.UPDATE, context, vector_hash(vector), statements)
 
     def sum(self, context: bytes, dtype: npt.DTypeLike) -> tuple[list[Masked], Ring] | None:
@@ -121,7 +121,3 @@ class KeptAttempt:
         except (FileNotFoundError, EncodingError):
             pass
         return None
-
-
-def _fill(path: Path, vector: Ring) -> None:
-    vector.tofile(path)

@@ -184,7 +184,9 @@ class Sums:
         self.others += not released.follows
         for values in released.sums:
             self._rows.append(values[self._columns])
-            included = [game.column for game in self._games if game.included and self._index in game.sums]
+            included = [
+                game.column for game in self._games if game.included and len(self._rows) - 1 in game.sums
+            ]
             values[included] -= 1
             noise = values if self._pattern is None else self._white(values) / self._sensitivity
             noise = noise / self._law.deviation
@@ -211,10 +213,6 @@ class Sums:
                 score = (score * weights[0] - count * weights[1]) / sum(weights)
             scores.append(score)
         return np.array(scores)
-
-    @property
-    def _index(self) -> int:
-        return len(self._rows) - 1
 
     @property
     def _sensitivity(self) -> float:

@@ -19,7 +19,6 @@ from pathlib import Path
 from flwr.app import Context, Error, Message, RecordDict, UserConfigValue
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.supercore.run import Run
 
 from cloister.protocol.errors import EngineError
 from cloister.server.door.carrier import Carrier
@@ -95,12 +94,6 @@ class LocalGrid(Carrier):
         self._queue.clear()
 
     # Flower's Grid.
-
-    def set_run(self, run: Run) -> None:
-        """Set the run that messages belong to."""
-        super().set_run(run)
-        for context in self._contexts:
-            context.run_id = run.run_id
 
     def get_node_ids(self) -> Iterable[int]:
         """The sites: 1 to n."""

@@ -8,6 +8,7 @@ a fingerprint, because the files pass no channel.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -60,17 +61,33 @@ def provision(settings: Provision, out: Path, now: datetime.datetime) -> Federat
 
     def fill(folder: Path) -> None:  # the folder is synced as a whole
         folder.chmod(0o700)
-        sites = {site.name: folder / "sites" / site.name for site in settings.site}
         (folder / "sites").mkdir(mode=0o700)
-        requests = [
-            make_request(sites[site.name], site.name, site.contact, now.date(), durable=False)[0]
-            for site in settings.site
-        ]
-        terms = Terms.model_validate(settings.model_dump(exclude={"site"}))
-        federation = Registry.create(folder / "coordinator", terms, requests, now, durable=False).federation
-        for site in sites.values():
-            install(consider(site, federation, now), durable=False)
-        made.append(federation)
+        sites = {site.name: (folder / "sites" / site.name, site.contact) for site in settings.site}
+        made.append(parties(folder / "coordinator", settings, sites, now))
 
     write_folder(out, fill)
     return made[0]
+
+
+def parties(
+    coordinator: Path, terms: Terms, sites: Mapping[str, tuple[Path, str]], now: datetime.datetime
+) -> Federation:
+    """Do what each party does in its own folder: the sites' requests, the first version, its installations; unsynced.
+
+    Args:
+        coordinator: The coordinator's folder.
+        terms: Its decisions.
+        sites: By name the folder and the contact of each site.
+        now: The present time, with a zone.
+
+    Raises:
+        CloisterError: as for `make_request`, `Registry.create` and `consider`.
+    """
+    day = now.date()
+    requests = [
+        make_request(at, name, contact, day, durable=False)[0] for name, (at, contact) in sites.items()
+    ]
+    made = Registry.create(coordinator, terms, requests, now, durable=False).federation
+    for folder, _ in sites.values():
+        install(consider(folder, made, now), durable=False)
+    return made

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from cloister.clients.setup.enrolment import consider, install, make_request
 from cloister.protocol.errors import EngineError
 from cloister.protocol.identity.address import LOOPBACK, free_port
 from cloister.protocol.machine.child import Child
@@ -28,6 +27,7 @@ from cloister.server.record.progress import Observer, Preparing
 from cloister.simulations.engines import fork_server
 from cloister.simulations.federation import lay_out_records, write_config
 from cloister.simulations.partition import site_name
+from cloister.simulations.rehearsal.provision import parties
 
 _START_S = 120.0
 """Seconds within which a coordinator is ready."""
@@ -54,15 +54,11 @@ def _fill(plan: Plan, federation: Path, folder: Path) -> None:
     sites, now = SitesFolder(folder), datetime.datetime.now(datetime.UTC)
     lay_out_records(plan, folder)
     names = [site_name(index) for index in range(plan.cohort.sites)]
-    requests = []
     for index, name in enumerate(names):
         sites.site(name).chmod(0o700)
         write_config(plan, sites, index)
-        requests.append(make_request(sites.site(name), name, "rehearsal", now.date(), durable=False)[0])
     terms = Terms(name="rehearsal", door=f"{LOOPBACK}:{free_port()}", certificate_names=("localhost",))
-    made = Registry.create(federation, terms, requests, now, durable=False).federation
-    for name in names:
-        install(consider(sites.site(name), made, now), durable=False)
+    parties(federation, terms, {name: (sites.site(name), "rehearsal") for name in names}, now)
 
 
 @contextmanager
@@ -89,18 +85,9 @@ def running(
         EngineError: the coordinator does not start; the error has the last line of its log.
     """
     federation = files.federation
-    bind = Registry.open(federation).federation.door
     with ExitStack() as opened:
-        start = [
-            "coordinator",
-            "start",
-            str(federation),
-            "--bind",
-            bind,
-            "--log-format",
-            log_format,
-            *metrics,
-        ]
+        listen = ["--bind", Registry.open(federation).federation.door, *metrics]
+        start = ["coordinator", "start", str(federation), "--log-format", log_format, *listen]
         log, gone = files.path / "federation.log", threading.Event()
 
         def ended(line: str) -> None:

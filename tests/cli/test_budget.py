@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloister.cli.main import main
+from cloister.cli.options.shared_options import shipped_plans
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import (
     ADD_OR_REMOVE,
@@ -20,6 +22,8 @@ from cloister.privacy.mechanism.events import (
 from cloister.privacy.mechanism.site_noise import skellam_for
 
 KEYS = {"epsilon", "delta", "noise_multiplier", "accountant", "unit", "relation"}
+STEPS = "--set local.steps=50 --set privacy.sampling_rate=0.01 --set privacy.delta=1e-5"
+OWNER = "--set privacy.unit=owner --set data.owner=who"
 
 
 def done(capsys: pytest.CaptureFixture[str], line: str) -> str:
@@ -37,9 +41,8 @@ def found(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
 
 
 def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> None:
-    rounds = "--rounds 12 --steps-per-round 5"
-    answer = found(capsys, f"--unit record --noise-multiplier 0.6 --batch-size 32 --examples 11000 {rounds}")
-    expected = spent([SampledGaussian(0.6, 32 / 11_000, 60)], 1e-5)
+    answer = found(capsys, f"--noise-multiplier 0.6 {STEPS} --set local.steps=5 --rounds 12")
+    expected = spent([SampledGaussian(0.6, 0.01, 60)], 1e-5)
     assert answer == {
         "epsilon": expected.epsilon,
         "delta": 1e-5,
@@ -48,33 +51,27 @@ def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> N
         "unit": "record",
         "relation": ADD_OR_REMOVE,
     }
-    assert answer["epsilon"] == pytest.approx(1.68, abs=0.01)
-    rate = 32 / 11_000
-    assert answer == found(capsys, f"--unit record --noise-multiplier 0.6 --sampling-rate {rate} --steps 60")
 
 
 @pytest.mark.slow
 def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--noise-multiplier 1 --sampling-rate 0.01 --steps 500"
-    owner = found(capsys, f"--unit owner {options}")
+    options = f"--noise-multiplier 1 {STEPS} --rounds 10"
+    owner = found(capsys, f"{OWNER} {options}")
     assert (owner["unit"], owner["relation"]) == ("owner", ADD_OR_REMOVE_OWNER)
     assert owner["epsilon"] == pytest.approx(1.3261, abs=1e-3)
-    record = found(capsys, f"--unit record {options} --group 4")
+    record = found(capsys, f"{options} --group 4")
     assert set(record) == KEYS | {"group", "group_epsilon"}
     assert record["epsilon"] == owner["epsilon"]
     assert record["group_epsilon"] == pytest.approx(6.2431, abs=1e-3)
-    printed = done(capsys, f"--unit record {options} --group 4")
-    assert "epsilon 6.25 at delta 1e-05 for 4 records together" in printed
-    printed = done(capsys, f"--unit owner {options}")
-    assert f"protects  one owner; neighbours: {ADD_OR_REMOVE_OWNER}" in printed
-    assert "every owner is in a step with probability 0.01" in printed
-    assert "whether a given owner's data was used" in printed
+    printed = done(capsys, f"{options} --group 4")
+    assert "epsilon 6.25 at delta 1e-05 (for 4 records together)" in printed
+    printed = done(capsys, f"{OWNER} {options}")
+    assert f"neighbours: {ADD_OR_REMOVE_OWNER}" in printed
+    assert "whether one owner's data was used" in printed
 
 
 def test_noise_for_an_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--unit record --target-epsilon 3 --sampling-rate 0.01 --steps 100 --accountant rdp --delta 1e-6"
-    )
+    options = f"--target-epsilon 3 {STEPS} --rounds 2 --set privacy.accountant=rdp --set privacy.delta=1e-6"
     answer = found(capsys, options)
     assert set(answer) == KEYS
     assert 0.99 * 3 < answer["epsilon"] <= 3
@@ -86,61 +83,61 @@ def test_noise_for_an_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     assert spent([SampledGaussian(float(typed[1]), 0.01, 100)], 1e-6, "rdp").epsilon <= 3
 
 
-def test_a_trusted_coordinator_adds_gaussian_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, "--unit site --central --noise-multiplier 4 --rounds 20")
+@pytest.fixture
+def sites(tmp_path: Path) -> str:
+    """A plan with unit `site` and a fixed clipping norm."""
+    text = shipped_plans()["private-sites"].replace("[privacy.adaptive]\ncount_noise = 6.0\n", "")
+    (tmp_path / "sites.toml").write_text(text)
+    return f"{tmp_path / 'sites.toml'} --set privacy.delta=1e-5"
+
+
+def test_a_trusted_coordinator_adds_gaussian_noise(capsys: pytest.CaptureFixture[str], sites: str) -> None:
+    options = f"{sites} --set privacy.trusted_coordinator=true --noise-multiplier 4 --rounds 20"
+    answer = found(capsys, options)
     assert answer["epsilon"] == spent([Gaussian(4.0, 20)], 1e-5).epsilon
     assert (answer["accountant"], answer["relation"]) == ("pld", ZERO_OUT)
-    assert "trusted" in done(capsys, "--unit site --central --noise-multiplier 4 --rounds 20")
+    assert "The coordinator adds Gaussian noise" in done(capsys, options)
 
 
-def test_sites_among_themselves_add_skellam_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    scale = "--sites 10 --quorum 0.6 --colluders 0.15 --clip 0.5 --dimension 1000000000"
-    answer = found(capsys, f"--unit site --noise-multiplier 4 --rounds 20 {scale}")
-    event = skellam_for(4.0, 0.5, 10**9, 10, 4, 32).event
+def test_sites_among_themselves_add_skellam_noise(capsys: pytest.CaptureFixture[str], sites: str) -> None:
+    options = f"{sites} --noise-multiplier 4 --rounds 20"
+    answer = found(capsys, options)
+    event = skellam_for(4.0, 1.0, 256, 120, 96, 32).event
     assert answer["epsilon"] == spent([event] * 20, 1e-5).epsilon
     assert answer["accountant"] == "rdp"
     assert answer["epsilon"] > spent([Gaussian(4.0, 20)], 1e-5, "rdp").epsilon
-    printed = done(capsys, f"--unit site --noise-multiplier 4 --rounds 20 {scale}")
-    assert "from 4 honest sites of the 6 or more of 10" in printed
+    printed = done(capsys, options)
+    assert "At least 96 honest sites are in every sum" in printed
     assert "rdp accountant: Skellam noise is composed by Renyi divergences" in printed
 
 
 def test_people_read_what_is_protected_and_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--unit record --noise-multiplier 1 --batch-size 10 --examples 1000 --steps 50"
-    printed = done(capsys, options)
+    printed = done(capsys, f"--noise-multiplier 1 {STEPS} --rounds 1")
     epsilon = spent([SampledGaussian(1.0, 0.01, 50)], 1e-5).epsilon
     shown = re.search(r"^epsilon (\S+) at delta 1e-05 \(pld accountant\)$", printed, re.MULTILINE)
     assert shown is not None
     assert epsilon <= float(shown[1]) < epsilon + 0.011
-    assert f"protects  one record; neighbours: {ADD_OR_REMOVE}" in printed
-    assert "every record is in a step with probability 0.01" in printed
+    assert f"protects  a window of 128 tokens of a text; neighbours: {ADD_OR_REMOVE}" in printed
+    assert "In each of the 50 local steps" in printed
     assert "In plain words: " in printed
-    assert "caution" not in printed
-    assert "caution: delta 0.01 is not below 1 / 1,000 examples" in done(capsys, f"{options} --delta 0.01")
 
 
 @pytest.mark.parametrize(
-    ("options", "counted", "lengths"),
+    ("options", "lengths"),
     [
-        ("--unit site --central", "rounds", [10, 30, 100, 300]),
-        ("--unit site --rounds 2", "rounds", [1, 2, 4]),
-        pytest.param(
-            "--unit record --sampling-rate 0.5 --accountant rdp --steps 40",
-            "steps",
-            [10, 20, 40, 80],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("", [3, 6, 12, 24], marks=pytest.mark.slow),
+        ("private-sites --rounds 2", [1, 2, 4]),
+        ("correlated-sites", [60]),
     ],
 )
 def test_without_noise_or_target_there_is_a_table(
-    capsys: pytest.CaptureFixture[str], options: str, counted: str, lengths: list[int]
+    capsys: pytest.CaptureFixture[str], options: str, lengths: list[int]
 ) -> None:
     answer = found(capsys, options)
-    assert set(answer) == KEYS | {"table"}
-    assert (answer["epsilon"], answer["noise_multiplier"]) == (None, None)
-    assert all(set(row) == KEYS | {counted} for row in answer["table"])
-    assert sorted({row[counted] for row in answer["table"]}) == lengths
-    costs = {(row[counted], row["noise_multiplier"]): row["epsilon"] for row in answer["table"]}
+    assert set(answer) == {"table"}
+    assert all(set(row) == KEYS | {"rounds"} for row in answer["table"])
+    assert sorted({row["rounds"] for row in answer["table"]}) == lengths
+    costs = {(row["rounds"], row["noise_multiplier"]): row["epsilon"] for row in answer["table"]}
     noises = sorted({noise for _, noise in costs})
     assert len(costs) == len(lengths) * len(noises)
     for length in lengths:
@@ -151,39 +148,18 @@ def test_without_noise_or_target_there_is_a_table(
     assert "--target-epsilon" in printed
 
 
-SITE, RECORD = "--unit site --noise-multiplier 1 --rounds 3", "--unit record --noise-multiplier 1 --steps 3"
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (f"{SITE} --target-epsilon 2", "--noise-multiplier and --target-epsilon"),
-        (f"{SITE} --sampling-rate 0.1", "--sampling-rate"),
-        (f"{SITE} --steps-per-round 2", "--steps-per-round"),
-        (f"{SITE} --central --clip 0", "--clip"),
-        (f"{SITE} --sites 0", "--sites"),
-        (f"{SITE} --sites 2 --colluders 0.9", "colluders"),
-        (f"{SITE} --quorum 1.5", "--quorum"),
-        (f"{SITE} --colluders -1", "fraction"),
-        (f"{SITE} --dimension 0", "dimension"),
-        (f"{SITE} --delta 1", "delta"),
-        ("--unit site --noise-multiplier 1", "--rounds"),
-        ("--unit site --noise-multiplier 1 --rounds 0", "--rounds"),
-        ("--unit site --noise-multiplier 0 --rounds 1", "noise_multiplier"),
-        ("--unit site --target-epsilon -1 --rounds 1", "target_epsilon"),
-        (RECORD, "--sampling-rate"),
-        (f"{RECORD} --sampling-rate 0.1 --batch-size 3 --examples 30", "--sampling-rate"),
-        (f"{RECORD} --batch-size 3", "--batch-size and --examples"),
-        (f"{RECORD} --batch-size 31 --examples 30", "--batch-size"),
-        (f"{RECORD} --batch-size 3 --examples 0", "--batch-size"),
-        (f"{RECORD} --sampling-rate 1.5", "sampling_rate"),
-        (f"{RECORD} --sampling-rate 0.1 --central", "--central"),
-        (f"{RECORD} --sampling-rate 0.1 --group 1", "--group"),
-        ("--unit owner --target-epsilon 1 --steps 3 --sampling-rate 0.1 --group 2", "--group"),
-        ("--unit owner --noise-multiplier 1 --steps 3 --sampling-rate 0.1 --sites 3", "--sites"),
-        (f"{RECORD} --sampling-rate 0.1 --sites 0", "--sites"),
-        (f"{RECORD} --sampling-rate 0.1 --rounds 2", "--steps"),
-        ("--unit record --noise-multiplier 1 --sampling-rate 0.1", "--steps or --rounds"),
+        ("--noise-multiplier 1 --target-epsilon 2", "--noise-multiplier and --target-epsilon"),
+        ("--noise-multiplier 1 --group 1", "--group"),
+        ("--target-epsilon 1 --group 2", "--group"),
+        ("--noise-multiplier 0", "privacy.noise_multiplier"),
+        ("--target-epsilon -1", "privacy.target_epsilon"),
+        ("--noise-multiplier 1 --rounds 0", "run.rounds"),
+        ("--noise-multiplier 1 --set privacy.sampling_rate=1.5", "privacy.sampling_rate"),
+        ("private-sites --noise-multiplier 1 --set privacy.sampling_rate=0.1", "privacy.sampling_rate"),
+        ("not-private", "privacy.unit"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
@@ -193,9 +169,8 @@ def test_what_does_not_go_together_is_one_line(
     assert main(["budget", *options.split()]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err.startswith("cloister: ")
+    assert streams.err.startswith(f"cloister: {named}")
     assert streams.err.count("\n") == 1
-    assert named in streams.err
 
 
 def test_help_does_not_load_the_accountants() -> None:

@@ -285,8 +285,8 @@ def test_the_losses_of_each_site_are_refused_under_a_privacy_unit(
     private = parse("", CENTRAL)
     run = tmp_path / "run"
     refused = 'simulation.per_site is True: expected no value; only valid with privacy.unit = "none"'
-    arguments = ("simulate", str(small_plan), *set_options(CENTRAL), "--out", str(run))
-    assert refused in lone_refusal(capsys, *arguments, "--per-site")
+    arguments = ("simulate", str(small_plan), *set_options([*CENTRAL, "simulation.per_site=true"]))
+    assert refused in lone_refusal(capsys, *arguments, "--out", str(run))
     assert not run.exists()
     RunFolder.create(run, private).close()
     assert refused in lone_refusal(capsys, "resume", str(run), "--per-site")
@@ -445,13 +445,12 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
         "flower": ["bundle", "x", "--out", "x"],
         "roster": ["show", "x"],
         "ledger": ["show", "x"],
-        "tokenizer": ["show", "x", "x"],
+        "tokenizer": ["train", "x", "--out", "x"],
     }
     required = {
         "generate": ["x", "--prompt", "x"],
         "export": ["x", "x"],
         "compress": ["x", "--int8"],
-        "budget": ["--unit", "site"],
         "provision": ["x", "--out", "x"],
         "simulate": [],
         "submit": ["x", "--to", "x"],

@@ -76,7 +76,7 @@ def test_the_page_runs_a_federation(operators: Operators) -> None:
             case ["status", "federation", "--follow"]:
                 assert "finished 3 rounds" in printed
             case ["logs", *_]:
-                assert "3 of 3 sites are connected" in printed
+                assert printed.count("join") >= 3
             case ["report", *_]:
                 assert "1.19" in printed
     for command in commands("A second run"):

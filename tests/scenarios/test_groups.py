@@ -32,9 +32,8 @@ from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Advertise, Agree, Join, Request
 from cloister.protocol.plan.soundness import load, parse
 from cloister.protocol.plan.threshold import parameters
-from cloister.server.federation.deployment import Deployment
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import RunFiles, RunFolder
+from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import BEGUN, UNMASKING, Journal
 from cloister.server.record.progress import (
@@ -393,11 +392,8 @@ def test_in_clear_a_group_of_too_few_sites_that_have_joined_does_not_end_the_run
     assert case.done()
 
 
-def test_what_is_shown_counts_the_sites_of_all_groups_when_one_begins_again(tmp_path: Path) -> None:
+def test_what_is_shown_counts_the_sites_of_all_groups_when_one_begins_again() -> None:
     """Two of five sites have answered when the second group begins again, without one of them."""
-    plan, files = tiny(*GROUPS), RunFiles(tmp_path)
-    files.plan_file.write_text(plan.to_json())
-    Deployment(1, 30.0).write(files)
     events: list[Event] = [
         RoundStarted(1, 1, TRAIN, ("a", "b"), group=1),
         RoundStarted(1, 1, TRAIN, ("c", "d", "e"), group=2),
@@ -408,7 +404,7 @@ def test_what_is_shown_counts_the_sites_of_all_groups_when_one_begins_again(tmp_
         SiteAnswered(1, "c"),
     ]
     shown = io.StringIO()
-    with LiveDisplay(Console(file=shown, width=200), plan, tmp_path) as display:
+    with LiveDisplay(Console(file=shown, width=200), 1) as display:
         for event in events:
             display.event(event)
     assert "3 of 5 sites have answered" in shown.getvalue()

@@ -45,7 +45,6 @@ from cloister.protocol.messages.wire import Buffer, decode_reply, encode
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 from cloister.server.record.attempt import KeptAttempt
-from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, SiteFailed
 from cloister.server.sum.channel import Failure
@@ -195,15 +194,12 @@ def texts(value: Any) -> Iterator[str]:
         yield from texts([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def displayed(events: list[Event], folder: Path, plan: Plan) -> tuple[list[str], list[str]]:
+def displayed(events: list[Event]) -> tuple[list[str], list[str]]:
     """The lines that each of the two displays shows of events."""
     lines, live = io.StringIO(), io.StringIO()
     for event in events:
         LineDisplay(Console(file=lines, width=5000)).event(event)
-    with (
-        RunFolder.create(folder, plan) as run,
-        LiveDisplay(Console(file=live, width=5000), run.plan, run.path) as display,
-    ):
+    with LiveDisplay(Console(file=live, width=5000), 1) as display:
         for event in events:
             display.event(event)
     return lines.getvalue().splitlines(), live.getvalue().splitlines()
@@ -233,7 +229,7 @@ def test_what_a_site_says_is_one_printable_line_wherever_it_goes(
         for text in texts([sites.journaled, *sites.events]):
             assert text.isprintable()
             assert len(text) <= LONGEST_REASON + len("it refuses, signed: ")
-        lines, live = displayed(sites.events, folder / "run", plan)
+        lines, live = displayed(sites.events)
         assert all(line.isprintable() for line in (*lines, *live))
         assert lines == [line for line in map(describe, sites.events) if line]  # as it is, markup and all
         said = [describe(event) for event in sites.events if isinstance(event, SiteFailed)]

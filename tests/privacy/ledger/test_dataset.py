@@ -68,7 +68,7 @@ def keys(path: Path) -> list[tuple[int, int]]:
 def three(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder with three runs on one dataset, whose limit ends the third after its first round; what each printed."""
     folder = tmp_path_factory.mktemp("dataset")
-    limit = ["--greatest-epsilon", str(epsilon_of(5) * 1.0001)]
+    limit = ["--set", f"simulation.greatest_epsilon={epsilon_of(5) * 1.0001}"]
     printed = []
     for name, more in (("one", []), ("two", ["--seed", "5"]), ("three", limit)):
         out = ["--out", str(folder / name), "--workers", "2", "--json"]
@@ -150,7 +150,7 @@ def test_a_run_that_cannot_begin_says_which_ledger_dataset_and_limit(
     ledger = three[0] / "over.sqlite"
     limit = epsilon_of(5) * 1.0001
     before = keys(ledger)
-    over = ["--ledger", str(ledger), "--dataset", "2024", "--greatest-epsilon", str(limit)]
+    over = ["--ledger", str(ledger), "--dataset", "2024", "--set", f"simulation.greatest_epsilon={limit}"]
     line = refusal(capsys, "simulate", str(small_plan), *SET, *over, "--out", str(tmp_path / "four"))
     assert f"epsilon of the dataset '2024' in {ledger} is {epsilon_of(5):.4f}" in line
     assert f"simulation.greatest_epsilon = {limit:g}" in line
@@ -610,8 +610,8 @@ def test_settings_that_would_charge_nothing_are_refused(
     )
     both = ("--ledger", ledger, "--dataset", "x")
     assert "only valid with privacy.unit" in simulate(*both)
-    assert "only valid with simulation.ledger" in simulate(*SET, "--greatest-epsilon", "3")
-    assert "simulation.greatest_epsilon" in simulate(*SET, *both, "--greatest-epsilon", "-1")
+    assert "only valid with simulation.ledger" in simulate(*SET, "--set", "simulation.greatest_epsilon=3")
+    assert "simulation.greatest_epsilon" in simulate(*SET, *both, "--set", "simulation.greatest_epsilon=-1")
     assert "simulation.noise_seed is 3" in simulate(*SET, *both, "--set", "simulation.noise_seed=3")
     relative = ("--set", "simulation.ledger=over.sqlite", "--dataset", "x")
     assert "expected an absolute path" in simulate(*SET, *relative)
@@ -653,7 +653,14 @@ def test_a_path_is_kept_whole_so_that_a_resume_finds_it(
         return 0
 
     monkeypatch.setattr("cloister.cli.show.execution.execute", execute)
-    over = ["--ledger", 'a "b" = [1].sqlite', "--dataset", "ward = 3", "--greatest-epsilon", "3"]
+    over = [
+        "--ledger",
+        'a "b" = [1].sqlite',
+        "--dataset",
+        "ward = 3",
+        "--set",
+        "simulation.greatest_epsilon=3",
+    ]
     assert ran(capsys, "simulate", str(small_plan), *SET, *over, "--out", "run")[0] == 0
     simulation = kept[0].simulation
     assert simulation.ledger == str(tmp_path / 'a "b" = [1].sqlite')

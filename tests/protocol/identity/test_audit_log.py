@@ -256,9 +256,9 @@ def test_each_change_is_found(
 ) -> None:
     path = tmp_path / NAME
     lines = written(path)
-    assert done(capsys, "logs", "--audit", str(tmp_path)).count("join") == 4
+    assert done(capsys, "logs", str(tmp_path)).count("join") == 4
     path.write_bytes(b"".join(change(lines)))
-    code, out, err = ran(capsys, "logs", "--audit", str(tmp_path))
+    code, out, err = ran(capsys, "logs", str(tmp_path))
     assert (code, out) == (1, "")
     assert "follows from the one before it" in err
 
@@ -269,11 +269,11 @@ def test_lines_that_are_missing_at_the_end_are_found_by_a_head(
     path = tmp_path / NAME
     lines = written(path)
     head = json.loads(lines[-1])["hash"]
-    assert head in ran(capsys, "logs", "--audit", str(path))[2]
+    assert head in ran(capsys, "logs", str(path))[2]
     path.write_bytes(b"".join(lines[:-1]))
-    assert ran(capsys, "logs", "--audit", str(path))[0] == 0
-    assert ran(capsys, "logs", "--audit", str(path), "--head", head)[0] == 1
-    assert "nothing has been logged" in refusal(capsys, "logs", "--audit", str(tmp_path / "none.jsonl"))
+    assert ran(capsys, "logs", str(path))[0] == 0
+    assert ran(capsys, "logs", str(path), "--head", head)[0] == 1
+    assert "nothing has been logged" in refusal(capsys, "logs", str(tmp_path / "none.jsonl"))
 
 
 @pytest.mark.parametrize("left", [1, 40, -1])
@@ -335,10 +335,10 @@ def test_a_long_detail_is_cut_and_control_characters_are_not_printed(
             Fact("refusal", "run", "ab" * 32, site="a", detail="\x1b[2J\n\U0001f512" + "ü" * 10**6)
         )
     assert len(path.read_bytes()) < 30_000
-    out = done(capsys, "logs", "--audit", str(path))
+    out = done(capsys, "logs", str(path))
     assert "\x1b" not in out
     assert len(out.splitlines()) == 2
-    found = [json.loads(line) for line in done(capsys, "logs", "--audit", str(path), "--json").splitlines()]
+    found = [json.loads(line) for line in done(capsys, "logs", str(path), "--json").splitlines()]
     assert found == [json.loads(line.text()) for line in read_lines(path)]
 
 

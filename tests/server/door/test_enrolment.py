@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.enrol import Enrolment, enrol, following, newest, wait_for_approval
+from cloister.clients.network.enrol import Enrolment, enrol, following, wait_for_approval
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import (
     CertificateError,
@@ -66,6 +66,12 @@ TODAY = datetime.date(2026, 11, 26)
 def asking(name: str, contact: str = "Dr A. Example") -> Request:
     """The request of a site that is none yet."""
     return Request.of(name, identity_of(name), contact, TODAY)
+
+
+def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federation | None:
+    """The newest version, as a site that waits asks for it; None while its request waits."""
+    found = following(entrance, name, identity, 0)
+    return found[0] if found else None
 
 
 class Open:

@@ -19,7 +19,7 @@ from cloister.lm.model.model import load_model
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.server.door.carrier import identify
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import RunFolder, read_plan
+from cloister.server.record.folder import read_plan
 from cloister.server.record.journal import FINISHED, Journal
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Event, Finished, Step
@@ -30,7 +30,7 @@ from cloister.tests.tools.command import found, ran, set_options
 from cloister.tests.tools.raises import raises
 
 PER_SITE = "Held-out loss of each site"
-STEPS = "of 8 held-out losses of sites"
+STEPS = "of 4 held-out losses of sites"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_each_site_is_evaluated_in_the_workers_and_a_missing_one_is_named(
 ) -> None:
     code, out, _ = ran(capsys, "resume", str(again), "--per-site")
     assert code == 0
-    for done in range(9):
+    for done in range(5):
         assert f"{done} {STEPS}" in out
     (line,) = [line for line in out.splitlines() if line.startswith("not shown")]
     assert line.startswith("not shown: the held-out loss of site-002: ")
@@ -167,7 +167,7 @@ def test_ctrl_c_among_the_sites_leaves_a_finished_run_and_says_so(
     again: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(_display: LineDisplay, event: Event) -> None:
-        if event == Step("held-out losses of sites", 1, 8):
+        if event == Step("held-out losses of sites", 1, 4):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -209,14 +209,14 @@ def test_a_model_of_few_positions_writes_as_much_as_they_hold_and_no_evaluation_
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["model.config.max_position_embeddings=24", "server.evaluation=none", "run.rounds=1"]
-    arguments = set_options(settings)
+    arguments = set_options([*settings, "simulation.per_site=true"])
     out = tmp_path / "run"
     code, printed, err = ran(
-        capsys, "simulate", str(small_plan), *arguments, "--per-site", "--out", str(out), "--workers", "2"
+        capsys, "simulate", str(small_plan), *arguments, "--out", str(out), "--workers", "2"
     )
     assert code == 0, err
     assert "the final model writes: The" in printed
-    assert 'not shown: the held-out loss of each site: server.evaluation is "none"' in printed
+    assert "not shown: the held-out loss of each site: server.evaluation: expected" in printed
     assert PER_SITE not in printed
     assert not (out / "sites.json").exists()
     assert read_plan(out).simulation.per_site  # a resumed run shows them too
@@ -251,30 +251,25 @@ def _text(error: Exception) -> str:
 # Displays
 
 
-def test_steps_are_a_bar_on_a_terminal_and_a_few_lines_elsewhere(tmp_path: Path) -> None:
+def test_steps_are_a_bar_on_a_terminal_and_a_few_lines_elsewhere() -> None:
     lines = [describe(Step("sites have their data", done, 1000)) for done in range(1001)]
     assert [line for line in lines if line] == [
         f"{done} of 1000 sites have their data" for done in range(0, 1001, 100)
     ]
     step = Step("held-out losses of sites", 5, 8)
-    bar, ended = (
-        last_frame(tmp_path / str(len(events)), *events) for events in ([step], [step, Finished(3)])
-    )
-    assert bar[1].startswith("5/8 ━━")
-    assert bar[2] == "5 of 8 held-out losses of sites"
+    bar, ended = last_frame(step), last_frame(step, Step("held-out losses of sites", 8, 8), Finished(3))
+    assert [line.split()[0] for line in bar[-3:]] == ["0/3", "5/8", "5"]
+    assert bar[-1] == "5 of 8 held-out losses of sites"
     assert max(map(len, bar)) <= 60
-    assert ended[1].split()[0] == "0/3"
-    assert ended[2] == "finished"
+    assert ended[-2].split()[0] == "0/3"
+    assert ended[-3:-2] == ["finished 3 rounds"]
+    assert ended[-1] == "finished"
 
 
-def last_frame(run: Path, *events: Event) -> list[str]:
+def last_frame(*events: Event) -> list[str]:
     """What the live display leaves on a screen of 60 columns."""
     console = Console(file=io.StringIO(), width=60)
-    with (
-        console.capture() as screen,
-        RunFolder.create(run, tiny()) as folder,
-        LiveDisplay(console, folder.plan, folder.path) as display,
-    ):
+    with console.capture() as screen, LiveDisplay(console, 3) as display:
         for event in events:
             display.event(event)
     return [line.rstrip() for line in screen.get().splitlines()]
