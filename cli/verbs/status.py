@@ -68,17 +68,14 @@ def _show(found: Mapping[str, Any]) -> None:
     from cloister.cli.show.console import PipedConsole, columns
 
     console = PipedConsole()
-    if not found["runs"]:
+    if found["runs"]:
+        runs = columns("run", "state", "reason", left=3)
+        for entry in found["runs"]:
+            runs.add_row(*(Text(entry[field]) for field in ("run", "state", "reason")))
+        console.print(runs)
+    else:
         console.print("no run was submitted")
-        return
-    runs = columns("run", "state", "reason", left=3)
-    for entry in found["runs"]:
-        runs.add_row(*(Text(entry[field]) for field in ("run", "state", "reason")))
-    console.print(runs)
-    now = found["now"]
-    connected = now.get("Connected")
-    if connected is None or not any(entry["state"] == "running" for entry in found["runs"]):
-        return
+    now = found["now"] if any(entry["state"] == "running" for entry in found["runs"]) else {}
     begun, done = now.get("RoundStarted"), now.get("RoundDone")
     of = now["Started"]["plan"]["run"]["rounds"] if "Started" in now else None
     if of is not None:
@@ -87,10 +84,11 @@ def _show(found: Mapping[str, Any]) -> None:
         console.print(f"now        round {begun['round']}, attempt {begun['attempt']}: {begun['purpose']}")
     moved = now.get("Moved", {"sent": {}, "received": {}})
     sites = columns("site", "state", "sent MB", "received MB", left=2)
-    states = dict.fromkeys(connected["sites"], "connected") | connected["missing"]
-    for site in sorted(states):
+    missing = now.get("Connected", {}).get("missing", {})
+    for site, state in sorted(found["sites"].items()):
+        shown = missing.get(site, state) if state == "not connected" else state
         bytes_ = (moved[way].get(site, 0) / 1e6 for way in ("sent", "received"))
-        sites.add_row(Text(site), Text(states[site]), *(f"{each:,.1f}" for each in bytes_))
+        sites.add_row(Text(site), Text(shown), *(f"{each:,.1f}" for each in bytes_))
     console.print(sites)
 
 
@@ -121,6 +119,6 @@ def _site(path: Path, arguments: argparse.Namespace) -> int:
     elif problem:
         print(problem)
     else:
-        run_ = f"in run {seen['run']}" if seen["run"] else "in no run"
-        print(f"well: process {seen['pid']}, connected; {run_}")
+        run_ = f"which runs {seen['run']}" if seen["run"] else "which has no run"
+        print(f"well: process {seen['pid']}, connected to its coordinator, {run_}")
     return 1 if arguments.probe and problem else 0

@@ -199,20 +199,26 @@ def lock(path: Path, expected: str) -> IO[bytes]:
 
     Args:
         path: The file.
-        expected: What another process that has it locked means.
+        expected: What another process that has it locked means; the error adds that process's number.
 
     Raises:
         StorageError: another process has it locked, or the disk refuses.
     """
     with on_disk(path):
-        file = path.open("wb")
+        file = path.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
-        if not isinstance(error, BlockingIOError):
-            raise disk_refusal(path, error) from error
-        raise StorageError(str(path.parent), expected=expected) from None
+        with file:
+            if not isinstance(error, BlockingIOError):
+                raise disk_refusal(path, error) from error
+            file.seek(0)
+            holder = f" (process {number.decode()} does)" if (number := file.read(20)).isdigit() else ""
+        raise StorageError(str(path.parent), expected=f"{expected}{holder}") from None
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
     return file
 
 

@@ -234,6 +234,17 @@ class Door(Closing):
         """The names of the sites that are connected, sorted."""
         return self._loop.call(lambda: sorted(site.name for site in self._sites.values() if site.session))
 
+    def states(self) -> dict[str, str]:
+        """Of each site of the federation, whether it is connected, and if not, why it was refused."""
+
+        def state(name: str) -> str:
+            site = self._sites.get(name)
+            if site is None or site.session is None:
+                return f"refused: {site.refused}" if site and site.refused else "not connected"
+            return "connected"
+
+        return self._loop.call(lambda: {each.name: state(each.name) for each in self._federation().sites})
+
     def refresh(self) -> None:
         """End the sessions of sites that are no longer in the federation with the key that they have shown."""
         self._loop.call(self._refresh)
@@ -474,7 +485,7 @@ class Door(Closing):
         if site.session is not None:
             site.session.end("the site has opened another session")
         session = site.session = Session(os.urandom(32), partial(self._cancel, task))
-        site.public = public
+        site.public, site.refused = public, ""
         self._sessions[session.key] = site, session
         label = self._run.label if self._run else ""
         session.tell(welcome=pb.Welcome(key=session.key, run=label, seen=pb.Head(**asdict(seen))))
@@ -513,9 +524,13 @@ class Door(Closing):
         if not member:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
         site, seen = self._site(hello.name), Head(proof.seen.number, proof.seen.hash)
-        site.rate.take()
-        site.sessions.take()
-        await self._disk(partial(self._heads.check, hello.name, seen))
+        try:
+            site.rate.take()
+            site.sessions.take()
+            await self._disk(partial(self._heads.check, hello.name, seen))
+        except CloisterError as error:
+            site.refused = str(error)
+            raise
         return site, proof.key
 
     async def _challenge(self, hello: pb.Hello, context: Context) -> tuple[pb.Proof, bool]:

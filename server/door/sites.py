@@ -111,6 +111,8 @@ class Site:
     session: Session | None = None
     public: bytes = b""
     """The key with which it has opened its session."""
+    refused: str = ""
+    """Why it was refused a session since its last one, though it has proved its key; empty: it was not."""
     pending: Pending | None = None
     left: Pending | None = None
     """A request whose reply came and was not taken by the process of a run that has ended since."""

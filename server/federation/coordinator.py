@@ -327,7 +327,7 @@ class Coordinator:
                 with self._changed:
                     runs = [asdict(entry) for entry in self._queue.entries()]
                     now = dict(self._run.last)
-                yield {"runs": runs, "now": now}
+                yield {"runs": runs, "now": now, "sites": self._door.states()}
             case {"do": "refresh"}:
                 self._door.refresh()
                 yield {"connected": self._door.connected()}

@@ -128,7 +128,7 @@ def test_the_probe_says_whether_the_coordinator_is_heard(
                 assert list(run.ask({1: join_request()}, WAIT_S, group="1")) == [(1, Joined("north"))]
                 while probe("")["run"] != "abc":
                     pass
-                assert "in run abc" in ran(capsys, "status", str(parties.site))[1]
+                assert "which runs abc" in ran(capsys, "status", str(parties.site))[1]
                 run.close(over=True)
                 while probe("")["run"]:
                     pass

@@ -273,7 +273,8 @@ def test_a_second_process_of_a_site_or_coordinator_is_refused(
     rehearsed: Rehearsed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["site", "start", str(rehearsed.sites()[0])]) == 2
-    assert "a site that no other process serves" in capsys.readouterr().err
+    site = json.loads(heartbeat_path(read_config(rehearsed.sites()[0])).read_bytes())["pid"]
+    assert f"a site that no other process serves (process {site} does)" in capsys.readouterr().err
     assert main(["coordinator", "start", str(rehearsed.federation)]) == 2
     assert "no other coordinator's process" in capsys.readouterr().err
 

@@ -38,11 +38,13 @@ from cloister.protocol.errors import (
     TransferError,
     UntrustedError,
 )
+from cloister.protocol.identity.heads import Heads
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance, Nonces, prove, verify_proof
 from cloister.protocol.messages.door_pb2 import (
     Alive,
     FromSite,
+    Head,
     Held,
     Hello,
     Letter,
@@ -170,6 +172,28 @@ def test_a_site_that_leaves_the_federation_is_disconnected_and_stays_out(tmp_pat
         assert door.connected() == ["site-3"]
         for name in ("site-1", "site-2"):
             assert isinstance(why(tmp_path, entrance_at(door.address), name=name), MemberError)
+
+
+def test_the_door_says_of_each_site_whether_it_is_connected_and_why_it_was_refused(tmp_path: Path) -> None:
+    members = {name: identity_of(name) for name in NAMES}
+    federation = federation_of(members)
+    heads = Heads(tmp_path / "audit.log", tmp_path / "heads")
+    with (
+        Door(lambda: CERTIFICATE, lambda: federation, "127.0.0.1:0", heads) as door,
+        Raw(entrance_at(door.address)) as raw,
+        Raw(entrance_at(door.address)) as again,
+    ):
+        assert door.states() == dict.fromkeys(NAMES, "not connected")
+        call, nonce = raw.greeted("site-1")
+        proof = raw.proof("site-1", members["site-1"], nonce)
+        proof.seen.CopyFrom(Head(number=7, hash=bytes(32)))  # of a log that the coordinator has no more
+        raw.say(proof=proof)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert door.states()["site-1"].startswith("refused: audit log")
+        held, _ = again.open("site-1")
+        assert door.states() == dict.fromkeys(NAMES, "not connected") | {"site-1": "connected"}
+        held.cancel()
 
 
 def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(tmp_path: Path) -> None:
