@@ -309,6 +309,11 @@ class LocalSection(Section):
     threads: Count = 1
     """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the plan bounds the length of a step: SGD's only by `clip_norm`."""
+        return self.optimizer != "sgd" or self.clip_norm > 0
+
     def step_limits(self) -> tuple[int, int]:
         """Fewest and most optimizer steps of a site in a round; both are `steps` with `balance = "fixed"`."""
         if self.balance == "fixed":

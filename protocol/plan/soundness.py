@@ -306,17 +306,11 @@ def _of_compression(plan: Plan) -> Iterator[Refusal]:
             f"remove {section}, and set aggregation.ring_bits = 32",
             "charge",
         )
-    local = plan.local
-    if (
-        compression is not None
-        and compression.first_scale is None
-        and local.optimizer == "sgd"
-        and not local.clip_norm
-    ):
+    if compression is not None and compression.first_scale is None and not plan.local.bounded:
         yield Refusal(
             "aggregation.compression.first_scale",
-            'a value with local.optimizer = "sgd" and local.clip_norm = 0: nothing else bounds the updates of '
-            "round 1",
+            f'a value with local.optimizer = "{plan.local.optimizer}" and local.clip_norm = 0: nothing else bounds '
+            "the updates of round 1",
             "set local.clip_norm = 1.0, or aggregation.compression.first_scale",
             "definition",
         )

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.aggregation.features.server_optimizer import OPTIMIZERS
 from cloister.aggregation.secure import keys, shamir
 from cloister.aggregation.secure.secure_sum import ring_dtype, traffic
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.threshold import Parameters
-from cloister.server.round.optimizer import moments
 
 _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
@@ -60,7 +60,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
     sums = plan.aggregation.groups
-    vectors = 1 + moments(plan.server) + bool(plan.public.source)  # with the weights
+    vectors = 1 + OPTIMIZERS[plan.server.optimizer].moments + bool(plan.public.source)  # with the weights
     if plan.cohort.mode == "async":  # a sum for each model with an update in the buffer, and the mean of all
         updates = plan.quorum()
         sums = min(updates, 1 + plan.cohort.most_stale())
