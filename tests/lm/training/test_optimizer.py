@@ -287,7 +287,7 @@ def test_private_steps_are_muons_too(settings: tuple[str, ...], matrix: str) -> 
 
 
 def test_each_optimizer_of_the_plan_is_in_the_table() -> None:
-    assert get_args(LocalSection.model_fields["optimizer"].annotation) == tuple(OPTIMIZERS)
+    assert set(get_args(LocalSection.model_fields["optimizer"].annotation)) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
