@@ -317,19 +317,12 @@ class AtCoordinator:
         """7, end. One mean of those of a round's groups, which may be overwritten; None: another feature does that."""
         return None
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
-        """8, before the server's step, which overwrites the mean.
-
-        Args:
-            mean: (d,) float32: the round's.
-            sums: The sums of which it was made.
-        """
-
-    def figures_of_mean(self, mean: Floats) -> Figures:
-        """8, before the server's step, which overwrites the mean: the feature's figures of it.
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
+        """8, before the server's step, which overwrites the mean. Returns the feature's figures of the mean.
 
         Args:
             mean: (d,) float32: the round's, as it is released; read-only.
+            sums: The sums of which it was made.
         """
         return {}
 

@@ -209,19 +209,10 @@ class Coordinated:
         """7, end. One mean of those of a round's sums, which may be overwritten."""
         return _first((half.combine(means) for half in self._halves.values()), means[0])
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
-        """8, before the server's step; as `AtCoordinator.before_step`."""
-        for half in self._halves.values():
-            half.before_step(mean, sums)
-
-    def figures_of_mean(self, mean: Floats) -> Figures:
-        """8, before the server's step: the figures of the round's mean, which no feature can write to."""
-        seen = np.asarray(mean.data.toreadonly())
-        return {
-            name: value
-            for half in self._halves.values()
-            for name, value in half.figures_of_mean(seen).items()
-        }
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
+        """8, before the server's step; as `AtCoordinator.before_step`: no feature can write to the mean."""
+        seen, halves = np.asarray(mean.data.toreadonly()), self._halves.values()
+        return {name: value for half in halves for name, value in half.before_step(seen, sums).items()}
 
     def refuses_mean(self, norm: float) -> str:
         """8, before the server's step: why a mean of that norm must not change the model; empty: it may."""

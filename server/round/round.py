@@ -137,8 +137,7 @@ def _done(
         context.released(summed.group, means[-1], total.sites)
     mean = features.combine(means)
     norm = float(np.linalg.norm(mean))
-    features.before_step(mean, seen)
-    figures = features.figures_of_mean(mean)
+    figures = features.before_step(mean, seen)
     refused = features.refuses_mean(norm) or _step(context, number, mean, seen[0].rounds)
     if not refused:
         features.after_step()
