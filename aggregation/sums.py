@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +19,6 @@ from cloister.lm.model.schedule import Schedule
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
-from cloister.protocol.messages.blocks import Span
 from cloister.protocol.messages.cohort import Draw, draw_of
 from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
@@ -47,8 +45,6 @@ class Sums(Basis):
 
     model: str = ""
     """Digest of the trained parameters' names and shapes, and of what is frozen; part of each contract."""
-    schedule: Schedule | None = None
-    """What each round trains; None: no layout is known, and every round trains all."""
     trained: Layout | None = None
     """The layout of what a sum of updates has; None: that of all trained parameters."""
 
@@ -62,7 +58,7 @@ class Sums(Basis):
             base_hash: Hash of the frozen parameters that the run has made; empty: those of the plan.
         """
         model = layout.digest() + layout.source + base_hash.hex()
-        return cls(plan, layout.size, model, Schedule.of(plan, layout))
+        return cls(plan, layout.size, model, schedule=Schedule.of(plan, layout))
 
     def of_round(self, purpose: Purpose, number: int) -> Sums:
         """The sums of one purpose in a round: those of updates have what the round trains."""
@@ -78,20 +74,6 @@ class Sums(Basis):
             known = replace(self, parameters=trained.size, most=self.parameters, model=model, trained=trained)
             self._parts[trained.digest()] = known
         return known
-
-    def trained_in(self, rounds: Sequence[int]) -> Layout | None:
-        """What at least one of some rounds trains; None: every round trains all."""
-        if self.schedule is None or not self.plan.scheduled:
-            return None
-        names = (name for number in rounds for name in self.schedule.of_round(number).names)
-        return self.schedule.layout.only(names)
-
-    def part(self, rounds: Sequence[int]) -> tuple[Span, ...]:
-        """As `Basis.part`."""
-        trained = self.trained_in(rounds)
-        if self.schedule is None or trained is None:
-            return super().part(rounds)
-        return self.schedule.layout.spans(trained)
 
     @cached_property
     def _parts(self) -> dict[str, Sums]:

@@ -93,7 +93,6 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import RoundDone
 from cloister.server.round.evaluate import Evaluations, nowhere
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
 from cloister.server.sum.channel import Failure
 from cloister.server.sum.members import Members
@@ -372,18 +371,18 @@ def own_rounds(rounds: int, bits: int | None = None, *, quick: bool = False) -> 
             sender = Sender(load_identity(folder / "coordinator.pem"), "run", 1)
             names = {node: f"site-{node - 1}" for node in range(1, SITES + 1)}
             members = Members(GridChannel(grid, sender, names), plan, "run", refuse, roster=roster)
-            optimizer = ServerOptimizer(plan.server, np.zeros(size, np.float32))
+            weights = np.zeros(size, np.float32)
             checkpoints = Checkpoints(folder / "checkpoints", model.layout, plan.server.keep_checkpoints)
             kept = KeptAttempt(folder / "attempt")
             sums = Sums.over(plan, model.layout, b"")
             party = Party(sums, "run", roster, members, journal, kept, lambda event: None)
-            context = RoundContext(party, checkpoints, optimizer, Evaluations(nowhere))
+            context = RoundContext(party, checkpoints, weights, Evaluations(nowhere))
             for number in range(1, rounds + 2):
-                before = optimizer.weights.copy()
+                before = weights.copy()
                 start = time.perf_counter()
                 done = run_round(context, number)
                 whole = time.perf_counter() - start
-                furthest = float(np.abs(optimizer.weights - before - expected).max())
+                furthest = float(np.abs(weights - before - expected).max())
                 if not isinstance(done, RoundDone) or done.sites != SITES or furthest > most_off:
                     raise SystemExit(
                         f"the mean is off by {furthest:.3g}, or not that of {SITES} sites: {done}"

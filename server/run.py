@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from cloister.aggregation.features.feature import Given
@@ -48,7 +47,6 @@ from cloister.server.record.progress import (
 from cloister.server.record.public import base_of
 from cloister.server.round.evaluate import Evaluation, Evaluations, at_coordinator, at_sites, nowhere
 from cloister.server.round.noise import kept_noise
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
 from cloister.server.round.rows import Rows
 from cloister.server.sum.channel import Channel
@@ -139,13 +137,12 @@ def run(
         )
         _recall(party)
         with phases.during(Phase.CHECKPOINT):
-            weights, state = _begin(party, checkpoints, model, None if base is not None else public)
+            weights = _begin(party, checkpoints, model, None if base is not None else public)
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
-        optimizer = ServerOptimizer(plan.server, weights, state, model.layout)
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         evaluations = Evaluations(_evaluation(party, model, evaluation or plan.server.evaluation))
-        context = RoundContext(party, checkpoints, optimizer, evaluations, released)
+        context = RoundContext(party, checkpoints, weights, evaluations, released)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
         folder.truncate_metrics(last)
@@ -159,8 +156,8 @@ def run(
             with closing(party.outstanding) if party.outstanding else nullcontext():
                 last, stopped = _rounds(context, rows, last)
         with phases.during(Phase.CHECKPOINT):
-            save_pretrained(model, optimizer.weights, folder.final)
-            digest = params_sha256(optimizer.weights)
+            save_pretrained(model, weights, folder.final)
+            digest = params_sha256(weights)
         end = {"params_sha256": digest, "stopped": stopped, "phase_seconds": phases.lap()}
         journal.record(last, 1, steps.FINISHED, end)
         folder.noise.unlink(missing_ok=True)
@@ -194,8 +191,8 @@ def _begin(
     checkpoints: Checkpoints,
     model: LanguageModel,
     public: Vector | None,
-) -> tuple[Vector, dict[str, torch.Tensor]]:
-    """The model, (d,) float32, and the server optimizer's state, as the last finished round has left them.
+) -> Vector:
+    """The model, (d,) float32, as the last finished round has left it.
 
     Args:
         party: The run; its journal gets round 0, the initial model, if the run begins, and its features their state.
@@ -207,12 +204,12 @@ def _begin(
     done = journal.newest(steps.DONE)
     if done is None:
         start = model.layout.flatten(model.module) if public is None else public.copy()
-        digest = checkpoints.save(0, start, {}, features=features.state())
+        digest = checkpoints.save(0, start, features=features.state())
         journal.record(0, 1, steps.DONE, {"round": 0, "params_sha256": digest})
-        return start, {}
+        return start
     checkpoint = checkpoints.load(done.round)
     features.restore(checkpoint.features)
-    return checkpoint.weights, checkpoint.optimizer
+    return checkpoint.weights
 
 
 def _recall(party: Party) -> None:

@@ -74,13 +74,9 @@ _SHORTEST, _LONGEST = 1e-6, 1e9
 
 @dataclass(frozen=True)
 class Steps:
-    """What all sites of a sum are told."""
+    """What all sites of a sum are told; `steps_in` reads it."""
 
     of: LocalSteps
-
-    def to_bytes(self) -> bytes:
-        """As they are told; `steps_in` reads it."""
-        return to_bytes(self)
 
 
 def steps_in(told: bytes) -> LocalSteps:
@@ -212,7 +208,7 @@ class _AtCoordinator(AtCoordinator):
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
         speed = self._measured.get if self._dynamic else self._declared
-        return Steps(balanced(self.plan.local, {site: speed(site) for site in cohort})).to_bytes()
+        return to_bytes(Steps(balanced(self.plan.local, {site: speed(site) for site in cohort})))
 
     def keeps(self) -> bool:
         return True

@@ -129,12 +129,11 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
-            from cloister.lm.training.optimizer import learning_rate
+            from cloister.lm.training.optimizer import OPTIMIZERS, learning_rate
 
             steps = plan.run.rounds * local.steps
             scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
-            if local.optimizer == "sgd":
-                scale *= local.clip_norm / math.sqrt(parameters)
+            scale *= OPTIMIZERS[local.optimizer].rms(local, parameters)
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
         return cls(_within(bounds, plan.aggregation.bound), 0.0)
 
@@ -394,14 +393,12 @@ class _AtSite(AtSite):
 
     def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Compressed:
         assert layout.blocks is not None, "a compressed layout has blocks"
-        left, aggregation = None, self.plan.aggregation
+        left = None
         if self.plan.keeps_residuals:
             assert secrets.carry is not None, "a plan that keeps residuals carries them"
             left = residuals(secrets.carry, self.bounds, layout.blocks)
-        weighted, temperature = aggregation.weighting == "tokens", aggregation.temperature
-        return Compressed(
-            layout, secrets.rounding, weighted, temperature, factor, bounds=self.bounds, residuals=left
-        )
+        aggregation = self.plan.aggregation
+        return Compressed(layout, secrets.rounding, aggregation, factor, bounds=self.bounds, residuals=left)
 
 
 class _AtCoordinator(AtCoordinator):
@@ -417,7 +414,7 @@ class _AtCoordinator(AtCoordinator):
     def bounds(self, told: bytes) -> Floats:
         return bounds_in(told, self.plan, len(told) // 4 * ROTATED)
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
         sites = sum(len(summed.names) for summed in sums)
         weights = [summed.counters[WEIGHT] / self._heaviest / len(summed.names) for summed in sums]
         one = self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
@@ -425,6 +422,7 @@ class _AtCoordinator(AtCoordinator):
         spans = self._part(sums[0].rounds)
         made = self._scales.within(spans).after(self.plan, mean, sites, statistics.median(weights), clipped)
         self._next = self._scales.spread(spans, made)
+        return {}
 
     def after_step(self) -> None:
         self._scales = self._next

@@ -12,12 +12,11 @@ What a feature tells is in the instructions of the sum: the same bytes for all i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.vector.average import SumLayout
@@ -33,11 +32,13 @@ from cloister.protocol.messages.messages import ByFeature
 from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:  # torch and dp-accounting take seconds to import, and displays need the figures alone
+    from cloister.lm.model.layout import Layout
+    from cloister.lm.model.schedule import Schedule
     from cloister.lm.tasks.evaluate import HeldOut
     from cloister.lm.training.moments import Carry
     from cloister.privacy.accounting.terms import Terms
 
-State: TypeAlias = dict[str, npt.NDArray[np.float64]]
+State: TypeAlias = dict[str, npt.NDArray[Any]]
 """What a checkpoint keeps of a feature."""
 Figures: TypeAlias = dict[str, Any]
 """Values of figures by their names, as JSON has them."""
@@ -52,10 +53,22 @@ class Basis:
     """Number of parameters that the sum has."""
     most: int = field(default=0, kw_only=True)
     """Number of parameters that the run trains, by which privacy is accounted for; 0: those of the sum."""
+    schedule: Schedule | None = field(default=None, kw_only=True)
+    """What each round trains; None: no layout is known, and every round trains all."""
+
+    def trained_in(self, rounds: Sequence[int]) -> Layout | None:
+        """What at least one of some rounds trains; None: every round trains all."""
+        if self.schedule is None or not self.plan.scheduled:
+            return None
+        names = (name for number in rounds for name in self.schedule.of_round(number).names)
+        return self.schedule.layout.only(names)
 
     def part(self, rounds: Sequence[int]) -> tuple[Span, ...]:
         """Where the parameters that some rounds train lie in the vector of all that the run trains."""
-        return (Span(0, self.parameters),)
+        trained = self.trained_in(rounds)
+        if self.schedule is None or trained is None:
+            return (Span(0, self.parameters),)
+        return self.schedule.layout.spans(trained)
 
     @cached_property
     def terms(self) -> Terms | None:
@@ -304,19 +317,12 @@ class AtCoordinator:
         """7, end. One mean of those of a round's groups, which may be overwritten; None: another feature does that."""
         return None
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
-        """8, before the server's step, which overwrites the mean.
-
-        Args:
-            mean: (d,) float32: the round's.
-            sums: The sums of which it was made.
-        """
-
-    def figures_of_mean(self, mean: Floats) -> Figures:
-        """8, before the server's step, which overwrites the mean: the feature's figures of it.
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
+        """8, before the server's step, which overwrites the mean. Returns the feature's figures of the mean.
 
         Args:
             mean: (d,) float32: the round's, as it is released; read-only.
+            sums: The sums of which it was made.
         """
         return {}
 
@@ -327,6 +333,25 @@ class AtCoordinator:
             norm: The L2 norm of the round's mean.
         """
         return ""
+
+    def step(self, weights: Floats, mean: Floats, rounds: Sequence[int]) -> None:
+        """8, the server's step: move the model by the mean.
+
+        Args:
+            weights: (d,) float32, the global model; overwritten.
+            mean: float32, the vector of what the rounds train; it may be overwritten.
+            rounds: Those whose models the updates are of.
+
+        Raises:
+            UpdateError: the step gives a non-finite value; the model is unchanged.
+        """
+
+    def undo(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """8: the step was refused; what `step` has changed must be what it was before.
+
+        Args:
+            state: What `state` returned then.
+        """
 
     def compares(self) -> bool:
         """Whether `refuses_model` is asked: then the model is evaluated before and after each step, on public data."""
@@ -356,11 +381,15 @@ class AtCoordinator:
         """What the next round depends on, for the checkpoint."""
         return {}
 
+    def names(self) -> Collection[str]:
+        """The names that `state` may have, later in the run too."""
+        return self.state().keys()
+
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take what `state` returned.
 
         Args:
-            state: With the same names.
+            state: With those of `state`, and no other than those of `names`.
         """
 
 

@@ -28,7 +28,7 @@ from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.figure import Figure
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import AggregationSection, Plan
 
 TOKENS = "tokens"
 LOSS = "loss"
@@ -72,10 +72,8 @@ class InClear:
     """Layout of the sum; only its counters leave the site."""
     rounding: bytes
     """Secret seed of the stochastic rounding (`ring.Dither`)."""
-    weighted: bool
-    """Weigh the update by the site's tokens; otherwise by 1."""
-    temperature: float = 1.0
-    """T of the weight by tokens (`weight_of`)."""
+    aggregation: AggregationSection
+    """The plan's, which says how a site is weighed."""
     factor: float = 1.0
     """What the update is scaled by: with `local.balance` tokens count by step, as the update does."""
 
@@ -113,10 +111,10 @@ class InClear:
         Args:
             tokens: What it learned from.
         """
-        if not self.weighted:
+        if self.aggregation.weighting != "tokens":
             return 1
         counted = max(1, round(tokens * self.factor)) if tokens else 0
-        return weight_of(counted, self.layout.heaviest, self.temperature)
+        return weight_of(counted, self.layout.heaviest, self.aggregation.temperature)
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,7 @@ class _AtSite(AtSite):
         return cls(basis.plan)
 
     def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> InClear:
-        aggregation = self.plan.aggregation
-        weighted = aggregation.weighting == "tokens"
-        return InClear(layout, secrets.rounding, weighted, aggregation.temperature, factor)
+        return InClear(layout, secrets.rounding, self.plan.aggregation, factor)
 
 
 class _AtCoordinator(AtCoordinator):

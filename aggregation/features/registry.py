@@ -17,6 +17,7 @@ from cloister.aggregation.features import (
     gate,
     groups,
     in_clear,
+    server_optimizer,
     site_unit,
 )
 from cloister.aggregation.features.feature import (
@@ -29,6 +30,7 @@ from cloister.aggregation.features.feature import (
     Given,
     Me,
     Secrets,
+    State,
     Summed,
 )
 from cloister.aggregation.vector.average import Opened, SumLayout
@@ -50,6 +52,7 @@ FEATURES: tuple[Feature, ...] = (
     groups.FEATURE,
     asynchronous.FEATURE,
     gate.FEATURE,
+    server_optimizer.FEATURE,
 )
 """Of several that make a layout, a code or a mean, the last one of a plan does."""
 
@@ -206,23 +209,24 @@ class Coordinated:
         """7, end. One mean of those of a round's sums, which may be overwritten."""
         return _first((half.combine(means) for half in self._halves.values()), means[0])
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
-        """8, before the server's step; as `AtCoordinator.before_step`."""
-        for half in self._halves.values():
-            half.before_step(mean, sums)
-
-    def figures_of_mean(self, mean: Floats) -> Figures:
-        """8, before the server's step: the figures of the round's mean, which no feature can write to."""
-        seen = np.asarray(mean.data.toreadonly())
-        return {
-            name: value
-            for half in self._halves.values()
-            for name, value in half.figures_of_mean(seen).items()
-        }
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
+        """8, before the server's step; as `AtCoordinator.before_step`: no feature can write to the mean."""
+        seen, halves = np.asarray(mean.data.toreadonly()), self._halves.values()
+        return {name: value for half in halves for name, value in half.before_step(seen, sums).items()}
 
     def refuses_mean(self, norm: float) -> str:
         """8, before the server's step: why a mean of that norm must not change the model; empty: it may."""
         return _first((half.refuses_mean(norm) or None for half in self._halves.values()), "")
+
+    def step(self, weights: Floats, mean: Floats, rounds: Sequence[int]) -> None:
+        """8, the server's step; as `AtCoordinator.step`."""
+        for half in self._halves.values():
+            half.step(weights, mean, rounds)
+
+    def undo(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """8: the step was refused; `state` is what `state` returned before it."""
+        for feature, half in self._halves.items():
+            half.undo(_of(feature, state))
 
     def compares(self) -> bool:
         """Whether `refuses_model` needs evaluations."""
@@ -241,7 +245,7 @@ class Coordinated:
         """8, end: the other figures of a round; `sums` are those of which its mean was made."""
         return {name: value for half in self._halves.values() for name, value in half.figures(sums).items()}
 
-    def state(self) -> dict[str, npt.NDArray[np.float64]]:
+    def state(self) -> State:
         """What the next round depends on, for the checkpoint, by `feature/name`."""
         return {
             f"{feature}/{name}": value
@@ -255,17 +259,21 @@ class Coordinated:
         Raises:
             RunFolderError: it has other names.
         """
-        if state.keys() != self.state().keys():
+        known = {f"{feature}/{name}" for feature, half in self._halves.items() for name in half.names()}
+        if not self.state().keys() <= state.keys() <= known:
             raise RunFolderError(
                 "checkpoint",
                 expected="the state of the plan's features, as this release of cloister writes it",
                 fix="continue the run with the release that began it, or start a new run",
             )
         for feature, half in self._halves.items():
-            prefix = f"{feature}/"
-            half.restore(
-                {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            )
+            half.restore(_of(feature, state))
+
+
+def _of(feature: str, state: Mapping[str, npt.NDArray[Any]]) -> State:
+    """The part of a state that is a feature's."""
+    prefix = f"{feature}/"
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _first(found: Iterable[T | None], otherwise: T) -> T:

@@ -155,9 +155,10 @@ class _AtCoordinator(AtCoordinator):
         whole = self._mechanism
         return whole.on(size - (whole.size - whole.dimension))
 
-    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> None:
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
         # Whatever a gate says of the mean: the count was released, and C of the next round follows from it.
         self._clip, self._next = statistics.median(self._next), []
+        return {}
 
     def figures(self, sums: Sequence[Summed]) -> Figures:
         return {"clip": self._clip}

@@ -357,11 +357,6 @@ class SecureCoordinator:
             raise ShareError(f"share of {sender} from {holder}", expected=f"the one that {sender} has signed")
 
     @property
-    def enough(self) -> bool:
-        """Every secret that is needed has t shares."""
-        return self._step is Step.UNMASK and not self.lacking
-
-    @property
     def lacking(self) -> list[str]:
         """Step 6: the sites whose secret is needed and has fewer than t shares."""
         threshold = self.attempt.parameters.threshold
@@ -397,7 +392,7 @@ class SecureCoordinator:
         """
         if self._step is not Step.UNMASK or self._accumulator is None:
             raise StepError("sum", expected="it once, after the shares were requested")
-        if not self.enough:
+        if self.lacking:
             raise TooFewSitesError(
                 "sites that revealed shares",
                 len(self._revealed),
@@ -406,19 +401,16 @@ class SecureCoordinator:
             )
         graph, ctx = self.attempt.graph, self.attempt.context
         shown = transcript(ctx, self._keys)
-        self_shares: dict[str, dict[str, bytes]] = {}
-        mask_shares: dict[str, dict[str, bytes]] = {}
-        for holder in sorted(self._revealed):
-            for into, shares in (
-                (self_shares, self._revealed[holder].self_shares),
-                (mask_shares, self._revealed[holder].mask_shares),
-            ):
-                for site, share in shares:
-                    into.setdefault(site, {})[holder] = share
+        of: dict[
+            str, dict[str, bytes]
+        ] = {}  # of survivors the shares of b, of dropouts those of s: never both
+        for holder, told in self._revealed.items():
+            for site, share in (*told.self_shares, *told.mask_shares):
+                of.setdefault(site, {})[holder] = share
         secrets = {
-            site: self._reconstruct(site, self_shares[site], self._fits_commitment)
-            if site in self._statements
-            else self._reconstruct(site, mask_shares[site], self._fits_key)
+            site: self._reconstruct(
+                site, of[site], self._fits_commitment if site in self._statements else self._fits_key
+            )
             for site in self._needed()
         }
         wrong = [site for site, secret in secrets.items() if secret is None]

@@ -136,7 +136,10 @@ class SumLayout:
         Raises:
             UpdateError: the values are not finite, end beyond the update, or the weight is out of range.
         """
-        self._check_span(values.shape, offset)
+        if values.ndim != 1 or offset < 0 or offset + values.size > self.size:
+            raise UpdateError(
+                "update", f"{values.shape} at {offset}", expected=f"a span of a vector of {self.size} values"
+            )
         if not 0 < weight <= self.heaviest:
             raise UpdateError("weight", weight, expected=f"from 1 to {self.heaviest}")
         return self.ring.encode(values, seed, offset, factor=weight / self.heaviest, out=out)
@@ -160,12 +163,6 @@ class SumLayout:
         coded = self.ring.encode_counters([counters[name] for name in self.names])
         vector: RingVector = np.concatenate([steps.astype(self.ring.dtype), coded])
         return vector
-
-    def _check_span(self, shape: tuple[int, ...], offset: int) -> None:
-        if len(shape) != 1 or offset < 0 or offset + shape[0] > self.size:
-            raise UpdateError(
-                "update", f"{shape} at {offset}", expected=f"a span of a vector of {self.size} values"
-            )
 
     def counted(self, tail: RingVector, sites: int) -> dict[str, int]:
         """The totals of the counters over some sites, checked.

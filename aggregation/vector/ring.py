@@ -155,11 +155,7 @@ class Ring:
         Returns:
             (d,) float64.
         """
-        return self.signed(total) / self.scale
-
-    def signed(self, total: RingVector) -> npt.NDArray[np.float64]:
-        """A sum of coded vectors as signed whole numbers of steps, (d,) float64; arguments as for `decode`."""
-        return total.view(self.signed_dtype).astype(np.float64)
+        return total.view(self.signed_dtype).astype(np.float64) / self.scale
 
     @property
     def limbs(self) -> int:

@@ -142,15 +142,16 @@ def site_bytes(plan: Plan) -> int:
         4 T  the base model, as the join sends it
       + 4 T  the global model of the round
       + 2 U  the coded update, which is written beside that of the round before
-      + 16 T where `local.optimizer_state` is `keep`: two moments, of this round and of the one before
+      + 8 T for each moment of a parameter where `local.optimizer_state` is `keep`: of this round and of the one before
 
     Raises:
         ModelError: the plan's model does not exist.
     """
     from cloister.aggregation.sums import Sums
     from cloister.lm.model.model import count_parameters
+    from cloister.lm.training.optimizer import OPTIMIZERS
 
     _, trained, summed = count_parameters(plan)
     update = Sums(plan, summed, most=trained).update_bytes
-    kept = 16 * trained if plan.local.optimizer_state == "keep" else 0
-    return 8 * trained + 2 * update + kept
+    moments = OPTIMIZERS[plan.local.optimizer].vectors if plan.local.optimizer_state == "keep" else 0
+    return 8 * trained + 2 * update + 8 * trained * moments

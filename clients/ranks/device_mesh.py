@@ -10,6 +10,7 @@ import torch
 
 from cloister.lm.model.model import configuration, count_parameters, device_for
 from cloister.lm.parallel.mesh import Mesh, choose
+from cloister.lm.training.optimizer import OPTIMIZERS
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import MeshSection, Plan
 
@@ -48,7 +49,7 @@ def mesh_for(
         everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
-        if mesh.shard > 1 and plan.local.optimizer == "muon":
+        if mesh.shard > 1 and OPTIMIZERS[plan.local.optimizer].matrices:
             mesh = Mesh()
     else:
         mesh = Mesh()
@@ -88,11 +89,11 @@ def mesh_for(
 
 def _check_optimizer(plan: Plan, mesh: Mesh) -> None:
     """Refuse a mesh whose ranks would have too little of the model to step on."""
-    if plan.local.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
+    if OPTIMIZERS[plan.local.optimizer].matrices and mesh.shard * mesh.tensor > 1:
         raise ModelError(
             "mesh",
             mesh.degrees(),
-            expected="shard 1 and tensor 1, because Muon needs whole matrices",
+            expected=f"shard 1 and tensor 1, because local.optimizer = '{plan.local.optimizer}' needs whole matrices",
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
         )
     if plan.aggregation.part < 1 and mesh.pipeline > 1:

@@ -4,9 +4,9 @@ They are one file for the whole model in the flat layout, so that they do not de
 an earlier one, whatever mesh the site had then. Each part of a parameter is written by the first rank that has it, and
 read by every rank that has it.
 
-The file is float32: the number of steps of each parameter, in the order of the layout; then AdamW's first moment or
-Muon's momentum, and AdamW's second moment, each as a vector of the layout, with zeros where an optimizer has none. It
-is part of what a site carries (`clients/state/carried.py`): so it is of one run and plan, and as it was written.
+The file is float32: the number of steps of each parameter, in the order of the layout; then its first moment (Muon's
+momentum), and the second, each as a vector of the layout, with zeros where an optimizer has none. It is part of what a
+site carries (`clients/state/carried.py`): so it is of one run and plan, and as it was written.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from cloister.protocol.machine.storage import allocate, on_disk
 
 _FLOAT = np.dtype("<f4")
 _NAME = "moments"
-_MOMENTS = 2
-"""Vectors of a state."""
 
 
 class Carry(NamedTuple):
@@ -86,7 +84,7 @@ class Moments:
         path, weights = self._carry.after / _NAME, self._weights
         with on_disk(path):
             if weights.leads:
-                allocate(path, self._size * _FLOAT.itemsize)
+                allocate(path, self._size(optimizer.vectors) * _FLOAT.itemsize)
                 before = self._carry.before / _NAME if self._carry.before else None
                 if not self._whole and before is not None and before.exists():
                     shutil.copyfile(before, path)  # into the file that only its owner may read
@@ -98,10 +96,9 @@ class Moments:
             stored.flush()
         weights.least(0)  # it is whole
 
-    @property
-    def _size(self) -> int:
+    def _size(self, vectors: int) -> int:
         """Numbers of a state."""
-        return len(self._layout.names) + _MOMENTS * self._layout.size
+        return len(self._layout.names) + vectors * self._layout.size
 
     def _parts(
         self, stored: Vector, optimizer: LocalOptimizer

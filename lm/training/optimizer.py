@@ -7,7 +7,8 @@ With an adapter, Muon steps on each factor of a hidden layer, A (rank, in) and B
 Neither source covers factors: what is orthogonalized is the step of a factor, not the change of the product B A. A head
 that is trained whole beside an adapter takes AdamW steps, as without one.
 
-`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state.
+`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state. Another
+optimizer is a name in `local.optimizer`, and a line in `OPTIMIZERS`.
 
 The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
 fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
@@ -16,15 +17,61 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from cloister.lm.model.model import heads_of, is_classifier, plain
+from cloister.lm.model.weights import Named
 from cloister.lm.training.muon import Muon, iterations_in
 from cloister.protocol.plan.plan import LocalSection, Plan
+
+Parameters: TypeAlias = Sequence[nn.Parameter]
+
+_STEPS = "step"
+"""What `torch.optim` calls the number of steps; everything else of a state has the shape of the parameter."""
+
+
+class Stepper(NamedTuple):
+    """What steps on some parameters."""
+
+    make: Callable[[Parameters, LocalSection, torch.device], Optimizer]
+    """Makes it."""
+    keeps: tuple[str, ...] = ()
+    """Its state, by the names that `torch.optim` gives it; zeros before the first step."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What it keeps in the shape of a parameter."""
+        return tuple(name for name in self.keeps if name != _STEPS)
+
+
+class Kind(NamedTuple):
+    """An optimizer that `local.optimizer` names."""
+
+    others: Stepper
+    """For all parameters but those of `matrices`."""
+    matrices: Stepper | None = None
+    """For the matrices of hidden layers, each of which it needs whole; None: they are no exception."""
+    rms: Callable[[LocalSection, int], float] = lambda _local, _parameters: 1.0
+    """About the largest root mean square of a step in units of the learning rate: of the plan's section, and the number
+    of parameters that the step is over."""
+
+    @property
+    def vectors(self) -> int:
+        """The most moments of a parameter."""
+        return max(len(each.moments) for each in (self.others, self.matrices) if each is not None)
+
+    def steppers(self, module: nn.Module, trained: Named) -> list[tuple[Stepper, Named]]:
+        """Those that step on at least one parameter, each with its parameters; arguments as for `LocalOptimizer`."""
+        hidden = set() if self.matrices is None else hidden_matrices(module)
+        of_matrices = [(name, each) for name, each in trained if name in hidden]
+        others = [(name, each) for name, each in trained if name not in hidden]
+        shares = ((self.matrices, of_matrices), (self.others, others))
+        return [(stepper, share) for stepper, share in shares if stepper is not None and share]
 
 
 class LocalOptimizer:
@@ -37,45 +84,36 @@ class LocalOptimizer:
         device: Device of the parameters.
     """
 
-    def __init__(
-        self, plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]], device: torch.device
-    ) -> None:
+    def __init__(self, plan: Plan, module: nn.Module, trained: Named, device: torch.device) -> None:
         local = self._local = plan.local
         self._whole_run = plan.run.rounds * local.steps
-        self._trained = trained
-        by_muon = hidden_matrices(module) if local.optimizer == "muon" else set()
-        matrices = [parameter for name, parameter in trained if name in by_muon]
-        others = [parameter for name, parameter in trained if name not in by_muon]
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            rate, momentum, decay = local.learning_rate, local.momentum, local.weight_decay
-            dtype = iterations_in(device)
-            self._parts.append(Muon(matrices, lr=rate, momentum=momentum, weight_decay=decay, dtype=dtype))
-        if others:
-            self._parts.append(_by_element(others, local, device))
+        kind = OPTIMIZERS[local.optimizer]
+        self.vectors = kind.vectors
+        """The most moments of a parameter."""
+        self._parts = [
+            (stepper, share, stepper.make([parameter for _, parameter in share], local, device))
+            for stepper, share in kind.steppers(module, trained)
+        ]
 
     def step(self, number: float) -> None:
         """Step with the learning rate of the plan's local step `number` of the run, from 0; drop the gradients."""
         rate = learning_rate(self._local, number, self._whole_run)
-        for part in self._parts:
+        for _, _, part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
             part.step()
             part.zero_grad(set_to_none=True)
 
     def states(self) -> dict[str, tuple[torch.Tensor | None, list[torch.Tensor]]]:
-        """By parameter the steps that AdamW has taken, float32 of one element, and the moments in its shape.
+        """By parameter the number of steps, float32 of one element, where it is kept, and the moments in its shape.
 
         They are the optimizer's own, zeros before a first step; a caller may set them.
         """
-        return {name: _state(part, parameter) for part, name, parameter in self._each()}
-
-    def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
-        """Each parameter with its name and the optimizer that steps on it."""
-        part_of = {
-            id(p): part for part in self._parts for group in part.param_groups for p in group["params"]
+        return {
+            name: _state(stepper, part.state[parameter], parameter)
+            for stepper, share, part in self._parts
+            for name, parameter in share
         }
-        return [(part_of[id(parameter)], name, parameter) for name, parameter in self._trained]
 
 
 def learning_rate(local: LocalSection, step: float, total: int) -> float:
@@ -94,12 +132,12 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:
+def moment_elements(plan: Plan, module: nn.Module, trained: Named) -> int:
     """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
-    if plan.local.optimizer == "sgd":
-        return 0
-    by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
-    return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
+    steppers = OPTIMIZERS[plan.local.optimizer].steppers(module, trained)
+    return sum(
+        len(stepper.moments) * parameter.numel() for stepper, share in steppers for _, parameter in share
+    )
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
@@ -119,17 +157,22 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if p.ndim == 2 and id(p) not in excluded}
 
 
-def _by_element(
-    parameters: list[nn.Parameter], local: LocalSection, device: torch.device
-) -> torch.optim.Optimizer:
-    groups, rate = _decayed(parameters, local), local.learning_rate
-    if local.optimizer == "sgd":
-        # Without momentum, torch's weight decay is the decoupled one: it is added to the gradient that was clipped.
-        return torch.optim.SGD(groups, lr=rate)
-    return torch.optim.AdamW(groups, lr=rate, betas=local.betas, fused=device.type in ("cpu", "cuda"))
+def _muon(matrices: Parameters, local: LocalSection, device: torch.device) -> Optimizer:
+    rate, momentum, decay = local.learning_rate, local.momentum, local.weight_decay
+    return Muon(matrices, lr=rate, momentum=momentum, weight_decay=decay, dtype=iterations_in(device))
 
 
-def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[str, Any]]:
+def _adamw(parameters: Parameters, local: LocalSection, device: torch.device) -> Optimizer:
+    fused = device.type in ("cpu", "cuda")
+    return AdamW(_decayed(parameters, local), lr=local.learning_rate, betas=local.betas, fused=fused)
+
+
+def _sgd(parameters: Parameters, local: LocalSection, _: torch.device) -> Optimizer:
+    # Without momentum, torch's weight decay is the decoupled one: it is added to the gradient that was clipped.
+    return SGD(_decayed(parameters, local), lr=local.learning_rate)
+
+
+def _decayed(parameters: Parameters, local: LocalSection) -> list[dict[str, Any]]:
     """Groups of parameters: those of two or more dimensions have weight decay."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": local.weight_decay},
@@ -139,19 +182,22 @@ def _decayed(parameters: list[nn.Parameter], local: LocalSection) -> list[dict[s
 
 
 def _state(
-    part: torch.optim.Optimizer, parameter: nn.Parameter
+    stepper: Stepper, state: dict[str, torch.Tensor], parameter: nn.Parameter
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """A parameter's steps and moments; before the first step they are made here as torch makes them then."""
-    state, names = part.state[parameter], _MOMENTS[type(part)]
-    if isinstance(part, torch.optim.AdamW) and "step" not in state:
-        state["step"] = torch.zeros((), device=parameter.device)
-    for name in names:
+    for name in stepper.keeps:
         if name not in state:
-            state[name] = torch.zeros_like(parameter)
-    return state.get("step"), [state[name] for name in names]
+            state[name] = (
+                torch.zeros((), device=parameter.device) if name == _STEPS else torch.zeros_like(parameter)
+            )
+    return state.get(_STEPS), [state[name] for name in stepper.moments]
 
 
-_MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    Muon: ("momentum_buffer",),
+_BY_ELEMENT = Stepper(_adamw, (_STEPS, "exp_avg", "exp_avg_sq"))
+
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": Kind(_BY_ELEMENT),
+    "muon": Kind(_BY_ELEMENT, matrices=Stepper(_muon, ("momentum_buffer",))),
+    # A step is as long as the clipped gradient.
+    "sgd": Kind(Stepper(_sgd), rms=lambda local, parameters: local.clip_norm / math.sqrt(parameters)),
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from cloister.protocol.encoding import pack
+from cloister.protocol.encoding import Value, pack
 from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
@@ -78,14 +78,8 @@ class Draw:
 @lru_cache(maxsize=16)  # a process that plays many sites draws once
 def _drawn(draw: Draw, names: tuple[str, ...], round_number: int) -> tuple[str, ...]:
     federation = hashlib.sha256(pack("cloister/federation/1", names)).digest()
-
-    def ticket(site: str) -> bytes:
-        which = 0 if draw.in_turn else round_number
-        return hashlib.sha256(
-            pack("cloister/cohort/2", federation, draw.seed, draw.purpose, which, site)
-        ).digest()
-
-    order = sorted(names, key=ticket)
+    which = 0 if draw.in_turn else round_number
+    order = _in_order(names, "cloister/cohort/2", federation, draw.seed, draw.purpose, which)
     first = round_number * draw.size % (len(names) // draw.size * draw.size) if draw.in_turn else 0
     return tuple(sorted(order[first : first + draw.size]))
 
@@ -93,16 +87,15 @@ def _drawn(draw: Draw, names: tuple[str, ...], round_number: int) -> tuple[str, 
 @lru_cache(maxsize=16)
 def _divided(draw: Draw, cohort: tuple[str, ...], round_number: int) -> tuple[tuple[str, ...], ...]:
     drawn = hashlib.sha256(pack("cloister/divided/1", cohort)).digest()
-
-    def ticket(site: str) -> bytes:
-        return hashlib.sha256(
-            pack("cloister/group/1", drawn, draw.seed, draw.purpose, round_number, site)
-        ).digest()
-
-    order = sorted(cohort, key=ticket)
+    order = _in_order(cohort, "cloister/group/1", drawn, draw.seed, draw.purpose, round_number)
     sizes = replace(draw, size=len(order)).sizes
     ends = list(accumulate(sizes))
     return tuple(tuple(sorted(order[end - size : end])) for size, end in zip(sizes, ends, strict=True))
+
+
+def _in_order(sites: Iterable[str], *about: Value) -> list[str]:
+    """Sites in the order of their tickets, each of which depends on all of this."""
+    return sorted(sites, key=lambda site: hashlib.sha256(pack(*about, site)).digest())
 
 
 def draw_of(plan: Plan, purpose: Purpose) -> Draw:

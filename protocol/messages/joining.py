@@ -8,12 +8,11 @@ another join or at another node.
 
 from __future__ import annotations
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import RosterError, SignatureError
-from cloister.protocol.identity.roster import Roster
+from cloister.protocol.identity.roster import Roster, signed_by
 from cloister.protocol.messages.messages import Join, Joined
 from cloister.protocol.plan.plan import Plan
 
@@ -50,13 +49,12 @@ def verify_joined(joined: Joined, roster: Roster, request: Join, *, plan: bytes)
         SignatureError: the site did not sign this answer to this request.
     """
     key = roster.key(joined.site)
-    try:
-        key.verify(joined.signature, _signed(request, joined.site, plan, roster.hash, joined.speed))
-    except InvalidSignature:
+    content = _signed(request, joined.site, plan, roster.hash, joined.speed)
+    if not signed_by(key.public_bytes_raw(), content, joined.signature):
         raise SignatureError(
             f"answer of {joined.site} to the join",
             expected="a signature of this join's challenge with the key that the roster has for it",
-        ) from None
+        )
 
 
 def check_size(roster: Roster, plan: Plan) -> None:

@@ -7,12 +7,11 @@ is about a whole run.
 
 from __future__ import annotations
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import EncodingError, SignatureError, StaleError, visible
-from cloister.protocol.identity.roster import Roster
+from cloister.protocol.identity.roster import Roster, signed_by
 from cloister.protocol.messages.messages import LONGEST_REASON, Refused
 
 _REFUSAL = "cloister-refusal-1"
@@ -62,12 +61,11 @@ def verify_refusal(refused: Refused, roster: Roster, *, run: str, plan: bytes) -
     for name, found, wanted in (("run", refused.run, run), ("plan digest", refused.plan.hex(), plan.hex())):
         if found != wanted:
             raise StaleError(f"{name} of the refusal of {refused.site}", found, expected=wanted)
-    try:
-        key.verify(refused.signature, _signed(refused.site, refused.run, refused.plan, refused.reason))
-    except InvalidSignature:
+    content = _signed(refused.site, refused.run, refused.plan, refused.reason)
+    if not signed_by(key.public_bytes_raw(), content, refused.signature):
         raise SignatureError(
             f"refusal of {refused.site}", expected="a signature with the key that the roster has for it"
-        ) from None
+        )
 
 
 def _signed(site: str, run: str, plan: bytes, reason: str) -> bytes:

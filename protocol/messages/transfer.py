@@ -211,8 +211,11 @@ class Arrivals:
         Raises:
             TransferError: it has not arrived as a whole.
         """
-        arrival = self._whole(name, size)
-        return memoryview(b"") if arrival is None else arrival.map()
+        path = self.file(name, size)
+        if path is None:
+            return memoryview(b"")
+        with on_disk(path):
+            return np.memmap(path, np.uint8, "r").data
 
     def file(self, name: bytes, size: int) -> Path | None:
         """The file of a vector that is whole; None for an empty one.
@@ -220,16 +223,12 @@ class Arrivals:
         Raises:
             TransferError: it has not arrived as a whole.
         """
-        arrival = self._whole(name, size)
-        return None if arrival is None else arrival.path
-
-    def _whole(self, name: bytes, size: int) -> Arrival | None:
         if not size:
             return None
         arrival = self._known.get(name)
         if arrival is None or arrival.size != size or not arrival.whole:
             raise TransferError("vector", name.hex(), expected="one that has arrived as a whole")
-        return arrival
+        return arrival.path
 
     @property
     def names(self) -> set[bytes]:
@@ -340,11 +339,6 @@ class Arrival:
                 )
             self._part.replace(self.path)
             self.whole = True
-
-    def map(self) -> memoryview:
-        """The bytes of a whole vector, mapped from its file."""
-        with on_disk(self.path):
-            return np.memmap(self.path, np.uint8, "r").data
 
     def _held_by(self, turn: int) -> int:
         if turn != self._turn or self._held is None:

@@ -269,17 +269,13 @@ def _read_text(
 ) -> Any:
     if type(value) is not kind:
         raise EncodingError(where, value, expected=kind.__name__)
-    if not limit.least <= len(value) <= limit.most:
-        raise _outside(value, limit, where)
-    return value
+    return _within(value, limit, where)
 
 
 def _read_list(item: Read, limit: Limit, where: str, value: Any, frames: Iterator[memoryview]) -> Any:
     if type(value) is not tuple:
         raise EncodingError(where, value, expected="a list")
-    if not limit.least <= len(value) <= limit.most:
-        raise _outside(value, limit, where)
-    return tuple([item(each, frames) for each in value])
+    return tuple([item(each, frames) for each in _within(value, limit, where)])
 
 
 def _read_tuple(items: Sequence[Read], where: str, value: Any, frames: Iterator[memoryview]) -> Any:
@@ -338,7 +334,10 @@ def _read_vector(
     return vector
 
 
-def _outside(value: str | bytes | tuple[Value, ...], limit: Limit, where: str) -> EncodingError:
+def _within(value: Any, limit: Limit, where: str) -> Any:
+    """A text, a byte string or a list that keeps its limit."""
+    if limit.least <= len(value) <= limit.most:
+        return value
     exactly = f"{limit.most}" if limit.least == limit.most else f"{limit.least} to {limit.most}"
-    unit = {str: "characters", bytes: "bytes", tuple: "items"}[type(value)]
-    return EncodingError(where, f"{len(value)} {unit}", expected=f"{exactly} {unit}")
+    unit = {"str": "characters", "bytes": "bytes", "tuple": "items"}[type(value).__name__]
+    raise EncodingError(where, f"{len(value)} {unit}", expected=f"{exactly} {unit}")

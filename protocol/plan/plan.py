@@ -23,10 +23,16 @@ from pydantic import Field
 from cloister.protocol.plan.settings import InWords, Only, Section
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
+SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
+"""Clipping norms between which float32 arithmetic has room on both sides for any gradient or update."""
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Clip = Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
 Degree = Annotated[int, Field(ge=1, le=1024)]
 
@@ -34,9 +40,6 @@ SIMULATED_PUBLIC = "simulation:public"
 """`server.evaluation` of a simulation that keeps public records apart (`simulation.public`)."""
 NO_EVALUATION = "none"
 """`server.evaluation` of a run without evaluation."""
-
-SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
-"""Clipping norms between which float32 arithmetic has room on both sides for any gradient or update."""
 
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
@@ -110,7 +113,7 @@ class RunSection(Section):
     """Name of the run, used for its folder: letters, digits, dots, dashes, underscores."""
     rounds: Annotated[int, Field(ge=1, lt=2**31)] = 10
     """Number of rounds."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of initial weights, cohorts and data order: public, never a source of secrets."""
 
 
@@ -213,8 +216,7 @@ class DataSection(Section):
     packing: Annotated[bool, _GENERATE] = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[
-        float,
-        Field(ge=0, lt=1),
+        BelowOne,
         Only("server.evaluation", but=("",), when=(0,), fix=f"set data.held_out = 0.1; or {EVALUATED}"),
     ] = 0.1
     """Fraction of each site's records kept for evaluation and never trained on."""
@@ -271,12 +273,9 @@ class LocalSection(Section):
     momentum, which keeps no state."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        Only("local.optimizer", ("adamw", "muon")),
-    ] = (0.9, 0.95)
+    betas: Annotated[tuple[BelowOne, BelowOne], Only("local.optimizer", ("adamw", "muon"))] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
-    momentum: Annotated[float, Field(ge=0, lt=1), Only("local.optimizer", ("muon",))] = 0.95
+    momentum: Annotated[BelowOne, Only("local.optimizer", ("muon",))] = 0.95
     """Muon's Nesterov momentum."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, on parameters of two or more dimensions."""
@@ -302,6 +301,11 @@ class LocalSection(Section):
     precision (`model.adapter.base_precision`). Trained weights stay float32."""
     threads: Count = 1
     """CPU threads of a site's process; part of the contract because it changes the last bits of a result."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the plan bounds the length of a step: SGD's only by `clip_norm`."""
+        return self.optimizer != "sgd" or self.clip_norm > 0
 
     def step_limits(self) -> tuple[int, int]:
         """Fewest and most optimizer steps of a site in a round; both are `steps` with `balance = "fixed"`."""
@@ -385,11 +389,21 @@ class CompressionSection(Section):
 class AggregationSection(Section):
     """How updates are summed."""
 
-    secure: bool = True
+    secure: Annotated[
+        bool,
+        replace(
+            _SYNC,
+            when=(True,),
+            because="mask",
+            why="the coordinator would choose which updates are summed, and masks of sites with different models do "
+            "not cancel",
+            fix='set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
+        ),
+    ] = True
     """Sum under masks, so that the coordinator learns only the total; if false, the coordinator sees every update."""
-    colluders: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    colluders: BelowOne = 0.1
     """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
-    dropouts: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    dropouts: BelowOne = 0.1
     """Largest fraction of a cohort that may drop out of a round without ending the attempt."""
     weighting: Annotated[
         Literal["tokens", "uniform"], _uncharged("tokens", fix='set aggregation.weighting = "uniform"')
@@ -402,7 +416,7 @@ class AggregationSection(Section):
     ring_bits: Annotated[Literal[8, 16, 32], Only("aggregation.compression", but=(None,), when=(8,))] = 32
     """Updates are summed as integers modulo 2^ring_bits. With one bound for all values, 8 bits would round most
     of them to noise."""
-    bound: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)] = 1.0
+    bound: Clip = 1.0
     """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
     this is the largest bound of a block."""
     compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
@@ -453,10 +467,19 @@ class CorrelatedSection(Section):
 class PrivacySection(Section):
     """Differential privacy: the protected unit, the noise, and the budget."""
 
-    unit: Literal["none", "record", "owner", "site"] = "none"
+    unit: Annotated[
+        Literal["none", "record", "owner", "site"],
+        replace(
+            _SYNC,
+            when=("record", "owner", "site"),
+            because="charge",
+            why="the time that a site takes depends on its data and decides which updates are summed, and by which "
+            "weight, which no charge covers",
+        ),
+    ] = "none"
     """What the guarantee protects. `none`: no guarantee. `record`: one record of a site. `owner`: all records of one
     owner at a site (`data.owner`). `site`: everything that one site holds."""
-    clip: Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP), _PRIVATE] = 1.0
+    clip: Annotated[Clip, _PRIVATE] = 1.0
     """L2 norm C to which the gradient of a record or owner, or the update of a site, is clipped. With `adaptive`: the
     clipping norm of the first round."""
     noise_multiplier: Annotated[Positive | None, _PRIVATE, replace(_UNTARGETED, required="1.0")] = None
@@ -550,16 +573,17 @@ class ServerSection(Section):
     """Optimizer of the pseudo-gradient: `fedavg` (SGD without momentum), `nesterov` (DiLoCo), `adam` (FedAdam)."""
     learning_rate: Positive = 1.0
     """Learning rate of that optimizer."""
-    momentum: Annotated[float, Field(ge=0, lt=1), Only("server.optimizer", ("nesterov",))] = 0.9
+    momentum: Annotated[BelowOne, Only("server.optimizer", ("nesterov",))] = 0.9
     """Momentum of `nesterov`."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        Only("server.optimizer", ("adam",)),
-    ] = (0.9, 0.99)
+    betas: Annotated[tuple[BelowOne, BelowOne], Only("server.optimizer", ("adam",))] = (0.9, 0.99)
     """Decay rates of `adam`."""
     epsilon: Annotated[Positive, Only("server.optimizer", ("adam",))] = 1e-3
     """Epsilon of `adam` (FedAdam's adaptivity)."""
-    evaluation: Annotated[str, _uncharged("", fix=EVALUATED)] = ""
+    evaluation: Annotated[
+        str,
+        _uncharged("", fix=EVALUATED),
+        replace(_SYNC, when=("",), why="sites' evaluations wait for the slowest one", fix=EVALUATED),
+    ] = ""
     """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
     empty: each site evaluates on its own held-out records, which no privacy unit allows."""
     evaluate_every: Annotated[Count, _EVALUATES] = 1
@@ -628,12 +652,10 @@ class SimulationSection(Section):
     `label`)."""
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
-    public: Annotated[
-        float, Field(ge=0, lt=1), Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")
-    ] = 0.0
+    public: Annotated[BelowOne, Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")] = 0.0
     """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
     noise_seed: Annotated[
-        Annotated[int, Field(ge=0, lt=2**63)] | None,
+        Seed | None,
         Only(
             "simulation.ledger",
             ("",),

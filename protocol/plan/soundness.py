@@ -20,7 +20,6 @@ from pydantic_core import PydanticUndefined
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan.plan import (
-    EVALUATED,
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
@@ -131,12 +130,11 @@ def refusals(plan: Plan) -> Iterator[Refusal]:
         _of_sum,
         _of_groups,
         _of_compression,
-        _of_asynchronous,
+        _of_buffer,
         _of_records,
         _of_guarantee,
         _of_training,
         _of_balance,
-        _of_evaluation,
         _of_simulation,
         _of_poison,
     ):
@@ -286,57 +284,31 @@ def _of_groups(plan: Plan) -> Iterator[Refusal]:
 def _of_compression(plan: Plan) -> Iterator[Refusal]:
     """Few bits where they would destroy the updates, save nothing, or break a guarantee."""
     aggregation = plan.aggregation
-    compression, bits, named = aggregation.compression, aggregation.ring_bits, aggregation.few_bits
-    few, section = bool(named) or bits == 8, f"[{named or 'aggregation.compression'}]"
-    if plan.privacy.unit == "site" and few:
-        levels, size = (2 ** (bits - 1) - 1) // plan.cohort.size(), 10**6
+    compression, named = aggregation.compression, aggregation.few_bits
+    if plan.privacy.unit == "site" and named:
+        levels, size = (2 ** (aggregation.ring_bits - 1) - 1) // plan.cohort.size(), 10**6
         inflated = math.sqrt(levels**2 + size / 4) / levels
         yield Refusal(
-            named or "aggregation.ring_bits",
+            named,
             f'no compression with privacy.unit = "site": rounding an update to {levels} steps of its norm '
             f"makes the norm, and so the noise, {inflated:.4g} times as large for {size:,} parameters",
-            f"remove {section}, and set aggregation.ring_bits = 32",
+            f"remove [{named}], and set aggregation.ring_bits = 32",
             "charge",
         )
-    local = plan.local
-    if (
-        compression is not None
-        and compression.first_scale is None
-        and local.optimizer == "sgd"
-        and not local.clip_norm
-    ):
+    if compression is not None and compression.first_scale is None and not plan.local.bounded:
         yield Refusal(
             "aggregation.compression.first_scale",
-            'a value with local.optimizer = "sgd" and local.clip_norm = 0: nothing else bounds the updates of '
-            "round 1",
+            f'a value with local.optimizer = "{plan.local.optimizer}" and local.clip_norm = 0: nothing else bounds '
+            "the updates of round 1",
             "set local.clip_norm = 1.0, or aggregation.compression.first_scale",
             "definition",
         )
 
 
-def _of_asynchronous(plan: Plan) -> Iterator[Refusal]:
-    """Asynchronous rounds that are not sound, or would wait for all sites."""
+def _of_buffer(plan: Plan) -> Iterator[Refusal]:
+    """A buffer that would wait for more updates than there are sites."""
     cohort = plan.cohort
-    if cohort.mode == "sync":
-        return
-    if plan.aggregation.secure:
-        yield Refusal(
-            "aggregation.secure",
-            'false with cohort.mode = "async": asynchronous rounds are refused under the secure sum, because '
-            "the coordinator would choose which updates are summed, and masks of sites with different models do not "
-            "cancel",
-            'set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
-            "mask",
-        )
-    if plan.privacy.unit != "none":
-        yield Refusal(
-            "privacy.unit",
-            '"none" with cohort.mode = "async": the time that a site takes depends on its data and decides '
-            "which updates are summed, and by which weight, which no charge covers",
-            'set cohort.mode = "sync", or privacy.unit = "none"',
-            "charge",
-        )
-    if cohort.needed() > cohort.sites:
+    if cohort.mode == "async" and cohort.needed() > cohort.sites:
         yield Refusal(
             "cohort.buffer",
             f"at most {cohort.sites}, the number of sites: a site has one update of each model",
@@ -455,18 +427,6 @@ def _of_balance(plan: Plan) -> Iterator[Refusal]:
                 f"change local.{name}, local.steps or the other limit",
                 "mask",
             )
-
-
-def _of_evaluation(plan: Plan) -> Iterator[Refusal]:
-    """Evaluations that would wait for all sites."""
-    if plan.cohort.mode == "async" and not plan.server.evaluation:
-        yield Refusal(
-            "server.evaluation",
-            'public records or "none" with cohort.mode = "async": an evaluation at the sites would wait for the '
-            "slowest one",
-            EVALUATED,
-            "definition",
-        )
 
 
 def _of_simulation(plan: Plan) -> Iterator[Refusal]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cloister.aggregation.features.server_optimizer import OPTIMIZERS
 from cloister.aggregation.secure.secure_sum import traffic
 from cloister.aggregation.sums import Sums
 from cloister.protocol.plan.plan import Plan
-from cloister.server.round.optimizer import moments
 
 _FLOAT, _DOUBLE = 4, 8
 _NAME = len("site-000")
@@ -52,7 +52,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
     sums = plan.aggregation.groups
-    vectors = 1 + moments(plan.server) + bool(plan.public.source)  # with the weights
+    vectors = 1 + OPTIMIZERS[plan.server.optimizer].moments + bool(plan.public.source)  # with the weights
     if plan.cohort.mode == "async":  # a sum for each model with an update in the buffer, and the mean of all
         updates = plan.quorum()
         sums = min(updates, 1 + plan.cohort.most_stale())

@@ -1,8 +1,8 @@
 """Checkpoints: models on disk, each in one safetensors file that is written whole or not at all.
 
-A checkpoint holds the trained parameters by name, the server optimizer's state, what the plan's features need for the
-next round, the facts of its round, and the SHA-256 of the flat vector, which is checked on reading. Old checkpoints are
-removed only after a newer one is in place.
+A checkpoint holds the trained parameters by name, what the plan's features need for the next round, the facts of its
+round, and the SHA-256 of the flat vector, which is checked on reading. Old checkpoints are removed only after a newer
+one is in place.
 
 A checkpoint that is in place is the result of its round. If a crash comes before the journal says so, the round is not
 repeated: its model may have been read here, and a second one could have other survivors or other noise.
@@ -29,7 +29,7 @@ from cloister.server.record.folder import checkpoint_file, opened, stored_checkp
 Vector = npt.NDArray[np.float32]
 
 _FIX = "restore the file from a backup; a round cannot be repeated, because sites answer each round only once"
-_MODEL, _OPTIMIZER, _FEATURES = "model/", "optimizer/", "features/"
+_MODEL, _FEATURES = "model/", "features/"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Checkpoint:
     round: int
     weights: Vector
     """(d,) float32, the trained parameters."""
-    optimizer: dict[str, torch.Tensor]
-    """The server optimizer's state."""
     features: dict[str, npt.NDArray[Any]]
     """What the plan's features need for the next round, by `feature/name`."""
 
@@ -67,7 +65,6 @@ class Checkpoints:
         self,
         round_number: int,
         weights: Vector,
-        optimizer: Mapping[str, torch.Tensor],
         facts: Mapping[str, Any] | None = None,
         features: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> str:
@@ -76,7 +73,6 @@ class Checkpoints:
         Args:
             round_number: The round; 0 for the initial model.
             weights: (d,) float32.
-            optimizer: The server optimizer's state.
             facts: The facts of the round, for `done`; None for the initial model.
             features: What the plan's features need for the next round (`Coordinated.state`).
 
@@ -90,7 +86,6 @@ class Checkpoints:
         tensors: dict[str, npt.NDArray[Any]] = {
             _MODEL + name: part for name, part in self._layout.split(weights).items()
         }
-        tensors |= {_OPTIMIZER + name: tensor.numpy() for name, tensor in optimizer.items()}
         tensors |= {_FEATURES + name: part for name, part in (features or {}).items()}
         named = {"round": str(round_number), "params_sha256": digest, "layout": self._layout.digest()}
         if facts is not None:
@@ -136,6 +131,4 @@ class Checkpoints:
             raise RunFolderError(
                 str(path), expected="weights that match the SHA-256 recorded with them", fix=_FIX
             )
-        state = {name: t.clone() for name, t in part(_OPTIMIZER).items()}  # it is mapped from the file
-        features = {name: t.numpy() for name, t in part(_FEATURES).items()}
-        return Checkpoint(round_number, weights, state, features)
+        return Checkpoint(round_number, weights, {name: t.numpy() for name, t in part(_FEATURES).items()})

@@ -45,7 +45,6 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.round.evaluate import Evaluations
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.sum.party import Party
 from cloister.server.sum.sum import sums_over
 from cloister.server.sum.wanted import Failed, Total, Wanted
@@ -57,16 +56,24 @@ class RoundContext:
 
     party: Party
     checkpoints: Checkpoints
-    optimizer: ServerOptimizer
+    model: Floats
+    """(d,) float32, the global model; step 8 alone writes it."""
     evaluations: Evaluations
     released: Callable[[int, Floats, int], None] = lambda _group, _mean, _sites: None
     """Receives the mean of each sum with the noise of the round, before anything else is computed from it: the group
     (from 0), shape (d,) float32, and the sites in it."""
 
+    @property
+    def weights(self) -> Floats:
+        """(d,) float32, the global model; a read-only view that the next step changes."""
+        view = self.model.view()
+        view.flags.writeable = False
+        return view
+
     def held_out(self, number: int) -> HeldOut | None:
         """The evaluation of the model after a round, made once, while it is the newest; None: there is none."""
         with self.party.phases.during(Phase.EVALUATE):
-            return self.evaluations.of(number, self.optimizer.weights)
+            return self.evaluations.of(number, self.weights)
 
 
 def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned | Refusing:
@@ -84,7 +91,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     # 1. Draw the cohort.
     cohorts = party.groups(TRAIN, number)
     # 2 to 7.
-    wanted = [Wanted(TRAIN, number, context.optimizer.weights, group) for group in range(len(cohorts))]
+    wanted = [Wanted(TRAIN, number, context.weights, group) for group in range(len(cohorts))]
     made = sums_over(party, wanted)
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
         if isinstance(result, Failed) and not result.bound:
@@ -100,10 +107,7 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
         done = _abandoned(context, number, made)
     # 9. Checkpoint, then journal.
     with party.phases.during(Phase.CHECKPOINT):
-        optimizer, features = context.optimizer, party.features
-        digest = context.checkpoints.save(
-            number, optimizer.weights, optimizer.state(), done.facts(), features.state()
-        )
+        digest = context.checkpoints.save(number, context.weights, done.facts(), party.features.state())
         done = replace(done, params_sha256=digest)
         party.journal.record(number, done.attempts, steps.DONE, done.facts())
     party.observe(done)
@@ -133,8 +137,7 @@ def _done(
         context.released(summed.group, means[-1], total.sites)
     mean = features.combine(means)
     norm = float(np.linalg.norm(mean))
-    features.before_step(mean, seen)
-    figures = features.figures_of_mean(mean)
+    figures = features.before_step(mean, seen)
     refused = features.refuses_mean(norm) or _step(context, number, mean, seen[0].rounds)
     if not refused:
         features.after_step()
@@ -191,10 +194,10 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
 
 def _step(context: RoundContext, number: int, mean: Floats, rounds: Sequence[int]) -> str:
     """8: step by the mean of updates of the models of some rounds. Returns why the step was undone, or ''."""
-    features, optimizer = context.party.features, context.optimizer
-    part, compares = context.party.sums.trained_in(rounds), features.compares()
+    features = context.party.features
+    compares = features.compares()
     before = context.held_out(number - 1) if compares else None
-    optimizer.step(mean, part)
+    features.step(context.model, mean, rounds)
     if not compares:
         return ""
     after = context.held_out(number)
@@ -202,6 +205,7 @@ def _step(context: RoundContext, number: int, mean: Floats, rounds: Sequence[int
     assert after is not None, "a sound plan whose features compare models has public records"
     if refused := features.refuses_model(before, after):  # the step was made in the only copy of the model
         kept = context.checkpoints.load(number - 1)
-        optimizer.restore(kept.weights, kept.optimizer)
+        context.model[:] = kept.weights
+        features.undo(kept.features)
         context.evaluations.repeat(number)
     return refused

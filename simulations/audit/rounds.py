@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cloister.aggregation.features.feature import Basis, Given
 from cloister.aggregation.features.groups import median
+from cloister.aggregation.features.server_optimizer import ServerOptimizer
 from cloister.aggregation.vector.rotation import Floats
 from cloister.clients.network.serve import answered
 from cloister.clients.setup.config import SiteConfig
@@ -36,7 +38,6 @@ from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import RoundDone
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure, reply_in
 from cloister.simulations.audit.audited import NOTICED, Noises, TrainedBy, charged, house, prepared
@@ -183,9 +184,10 @@ class _Watch:
         return means[0][1] * (2 * (adaptive.quantile - moved) - 1)
 
     def _follows(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> bool:
-        server = ServerOptimizer(self._plan.server, self._kept.load(event.round - 1).weights)
-        server.step(median([mean for mean, _ in means]))
-        return np.array_equal(server.weights, self._kept.load(event.round).weights)
+        weights = self._kept.load(event.round - 1).weights
+        server = ServerOptimizer(Basis(self._plan, weights.size), Given())
+        server.step(weights, median([mean for mean, _ in means]), (event.round,))
+        return np.array_equal(weights, self._kept.load(event.round).weights)
 
 
 @dataclass(frozen=True)

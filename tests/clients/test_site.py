@@ -181,7 +181,7 @@ class Attack:
             revealed = self.agree(site, requests[site.name])
             assert isinstance(revealed, Reveal)
             coordinator.revealed(revealed)
-        assert coordinator.enough
+        assert not coordinator.lacking
 
 
 # Sums in clear.

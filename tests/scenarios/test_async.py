@@ -101,7 +101,7 @@ NOISY = ["privacy.noise_multiplier=1.0", "aggregation.weighting=uniform"]
         (
             ["aggregation.secure=true"],
             "aggregation.secure",
-            'expected false with cohort.mode = "async": asynchronous rounds are refused under the secure sum',
+            'only valid with cohort.mode = "sync": the coordinator would choose which updates are summed',
         ),
         (
             [*NOISY, "privacy.unit=record", "privacy.sampling_rate=0.1"],
@@ -117,7 +117,7 @@ NOISY = ["privacy.noise_multiplier=1.0", "aggregation.weighting=uniform"]
         (["cohort.fraction=0.5"], "cohort.fraction", 'only valid with cohort.mode = "sync"'),
         (["cohort.quorum=0.5"], "cohort.quorum", 'only valid with cohort.mode = "sync"'),
         (["cohort.buffer=5"], "cohort.buffer", "at most 4, the number of sites"),
-        (["server.evaluation="], "server.evaluation", "would wait for the slowest one"),
+        (["server.evaluation="], "server.evaluation", "wait for the slowest one"),
         (["cohort.mode=sync", "cohort.buffer=2"], "cohort.buffer", 'only valid with cohort.mode = "async"'),
         (
             ["cohort.mode=sync", "cohort.staleness=2"],

@@ -37,7 +37,6 @@ from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, RoundDone, Started
 from cloister.server.round.evaluate import Evaluations, nowhere
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.round.round import RoundContext, run_round
 from cloister.server.run import run
 from cloister.server.sum.members import Members
@@ -175,7 +174,7 @@ def of_a_round(tmp_path: Path, settings: list[str]) -> float:
         context = RoundContext(
             party,
             Checkpoints(tmp_path / "checkpoints", layout, 1),
-            ServerOptimizer(plan.server, np.zeros(D, np.float32)),
+            np.zeros(D, np.float32),
             Evaluations(nowhere),
         )
         rounds = iter((1, 2, 3))

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
+from cloister.aggregation.features.feature import Basis, Given
+from cloister.aggregation.features.server_optimizer import ServerOptimizer
 from cloister.aggregation.sums import Sums
 from cloister.lm.model.layout import Layout
 from cloister.lm.model.model import load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.messages.messages import TRAIN
-from cloister.protocol.plan.plan import ServerSection
+from cloister.protocol.plan.soundness import parse
 from cloister.server.record.checkpoint import Checkpoint, Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import RoundDone
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.simulations.audit.audit import audit
 from cloister.tests.parties.federation import CENTRAL, RECORD, SKELLAM, tiny
 from cloister.tests.scenarios.test_compressed_run import EIGHT_BITS, Run
@@ -64,8 +65,8 @@ def test_a_round_moves_what_it_trains_and_nothing_else(
         for name, values in {
             "weights": (before.weights, after.weights),
             **{
-                name: (np.asarray(before.optimizer.get(name, np.zeros(layout.size))), value.numpy())
-                for name, value in after.optimizer.items()
+                name: (before.features.get(name, np.zeros(layout.size)), value)
+                for name, value in after.features.items()
                 if value.shape == (layout.size,)
             },
         }.items():
@@ -76,7 +77,7 @@ def test_a_round_moves_what_it_trains_and_nothing_else(
         steps = [
             sum(name in schedule.of_round(number).names for number in range(1, 5)) for name in layout.names
         ]
-        np.testing.assert_array_equal(kept[4].optimizer["step"], steps)
+        np.testing.assert_array_equal(kept[4].features["optimizer/step"], steps)
 
 
 @pytest.mark.parametrize("settings", [PART, HALVES], ids=["sparse", "rolora"])
@@ -183,28 +184,37 @@ def test_an_audit_of_unit_site_refuses_a_run_of_parts(tmp_path: Path) -> None:
     assert refused.value.field == "aggregation.part"
 
 
-def _layouts() -> Iterator[tuple[Layout, Layout]]:
-    layout = Layout(("a", "b", "c"), ((5,), (7,), (3,)))
-    for names in (("a", "c"), ("b",), ("a", "b", "c"), ("c",)):
-        yield layout, layout.only(names)
+@dataclass(frozen=True)
+class _Drawn:
+    """A schedule with some parts."""
+
+    layout: Layout
+    names: tuple[tuple[str, ...], ...]
+
+    def of_round(self, number: int) -> Layout:
+        return self.layout.only(self.names[number])
 
 
 @pytest.mark.parametrize("name", ["fedavg", "nesterov", "adam"])
 def test_the_servers_optimizer_steps_on_each_parameter_as_if_it_were_alone(name: str) -> None:
-    section = ServerSection.model_validate_json(f'{{"optimizer": "{name}"}}')
+    plan = parse("", [f"server.optimizer={name}", "aggregation.part=0.5"])
     layout = Layout(("a", "b", "c"), ((5,), (7,), (3,)))
+    drawn: Any = _Drawn(layout, (("a", "c"), ("b",), ("a", "b", "c"), ("c",)))
     start = np.random.default_rng(0).normal(size=15).astype(np.float32)
-    with mock.patch("cloister.server.round.optimizer._BLOCK", 4):
-        together = ServerOptimizer(section, start.copy(), layout=layout)
-        alone = {
-            each: ServerOptimizer(section, part.copy()) for each, part in layout.split(start.copy()).items()
-        }
-        for seed, (_, part) in enumerate(_layouts()):
-            update = np.random.default_rng(seed).normal(size=part.size).astype(np.float32)
+    models = {"": start.copy()} | {each: part.copy() for each, part in layout.split(start.copy()).items()}
+
+    def made(each: str) -> ServerOptimizer:
+        return ServerOptimizer(Basis(plan, models[each].size, schedule=None if each else drawn), Given())
+
+    with mock.patch("cloister.aggregation.features.server_optimizer._BLOCK", 4):
+        optimizers = {each: made(each) for each in models}
+        for number in range(len(drawn.names)):
+            part = drawn.of_round(number)
+            update = np.random.default_rng(number).normal(size=part.size).astype(np.float32)
             for each, own in part.split(update.copy()).items():
-                alone[each].step(own.copy())
-            together.step(update, part)
-            state: dict[str, torch.Tensor] = together.state()
-            together = ServerOptimizer(section, together.weights.copy(), state, layout)  # as after a stop
-    for each, own in layout.split(together.weights.copy()).items():
-        np.testing.assert_array_equal(own, alone[each].weights)
+                optimizers[each].step(models[each], own.copy(), (number,))
+            optimizers[""].step(models[""], update, (number,))
+            state, optimizers[""] = optimizers[""].state(), made("")  # as after a stop
+            optimizers[""].restore(state)
+    for each, own in layout.split(models[""].copy()).items():
+        np.testing.assert_array_equal(own, models[each])

@@ -2,10 +2,11 @@
 
 import dataclasses
 import errno
+import json
 import os
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloister.aggregation.features.feature import Basis, Given
+from cloister.aggregation.features.server_optimizer import OPTIMIZERS, ServerOptimizer
 from cloister.lm.model.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError, StorageError, UpdateError
 from cloister.protocol.messages.cohort import draw_of
@@ -26,7 +29,6 @@ from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.journal import Journal
-from cloister.server.round.optimizer import ServerOptimizer, moments
 from cloister.tests.tools.raises import raises
 
 SITES = [f"site-{index:03d}" for index in range(40)]
@@ -78,61 +80,84 @@ def start(size: int = 50) -> np.ndarray:
     return np.random.default_rng(0).normal(size=size).astype(np.float32)
 
 
+class Stepped:
+    """A model that an optimizer moves."""
+
+    def __init__(self, **section: Any) -> None:
+        self.weights = start()
+        server = ServerSection.model_validate_json(json.dumps(section))
+        self.optimizer = ServerOptimizer(Basis(Plan(server=server), self.weights.size), Given())
+
+    def step(self, update: np.ndarray) -> None:
+        self.optimizer.step(self.weights, update.copy(), (1,))
+
+
 def test_fedavg_is_the_mean_of_the_local_models() -> None:
     locals_ = np.random.default_rng(1).normal(size=(4, 50)).astype(np.float32)
-    optimizer = ServerOptimizer(ServerSection(optimizer="fedavg", learning_rate=1.0), start())
-    optimizer.step((locals_ - start()).mean(axis=0))
-    np.testing.assert_allclose(optimizer.weights, locals_.mean(axis=0), atol=1e-6)
+    model = Stepped(optimizer="fedavg", learning_rate=1.0)
+    model.step((locals_ - start()).mean(axis=0))
+    np.testing.assert_allclose(model.weights, locals_.mean(axis=0), atol=1e-6)
 
 
 def test_nesterov_follows_its_formula() -> None:
-    optimizer = ServerOptimizer(ServerSection(optimizer="nesterov", learning_rate=0.7, momentum=0.9), start())
+    model = Stepped(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
     weights, velocity = start().astype(np.float64), np.zeros(50)
     for seed in range(4):
         update = np.random.default_rng(seed).normal(size=50).astype(np.float32)
-        optimizer.step(update.copy())
+        model.step(update)
         velocity = 0.9 * velocity - update
         weights -= 0.7 * (0.9 * velocity - update)
-    np.testing.assert_allclose(optimizer.weights, weights, atol=1e-5)
+    np.testing.assert_allclose(model.weights, weights, atol=1e-5)
 
 
 def test_adam_follows_its_formula() -> None:
-    section = ServerSection(optimizer="adam", learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-3)
-    optimizer = ServerOptimizer(section, start())
+    model = Stepped(optimizer="adam", learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-3)
     weights, first, second = start().astype(np.float64), np.zeros(50), np.zeros(50)
     for step in range(1, 5):
         update = np.random.default_rng(step).normal(size=50).astype(np.float32)
-        optimizer.step(update.copy())
+        model.step(update)
         first, second = 0.9 * first - 0.1 * update, 0.99 * second + 0.01 * update.astype(np.float64) ** 2
         weights -= 0.1 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.99**step)) + 1e-3)
-    np.testing.assert_allclose(optimizer.weights, weights, atol=1e-5)
+    np.testing.assert_allclose(model.weights, weights, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "vectors"), [("fedavg", 0), ("nesterov", 1), ("adam", 2)])
-def test_vectors_of_moments_are_counted(name: str, vectors: int) -> None:
-    assert moments(ServerSection.model_validate_json(f'{{"optimizer": "{name}"}}')) == vectors
+def test_each_optimizer_of_the_plan_is_in_the_table() -> None:
+    assert set(get_args(ServerSection.model_fields["optimizer"].annotation)) == set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "nesterov", "adam"])
-def test_an_optimizer_goes_on_from_its_state(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_keeps_what_torch_keeps(name: str) -> None:
+    """Its vectors are counted in `cost`; what the table left out would be lost when a run goes on."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
     section = ServerSection.model_validate_json(f'{{"optimizer": "{name}"}}')
+    optimizer = OPTIMIZERS[name].make(parameter, section)
+    optimizer.step()
+    state = {each: value for each, value in optimizer.state[parameter].items() if value is not None}
+    assert set(state) == set(OPTIMIZERS[name].keeps)
+    assert sum(value.shape == parameter.shape for value in state.values()) == OPTIMIZERS[name].moments
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_from_its_state(name: str) -> None:
+    through, stopped, resumed = (Stepped(optimizer=name) for _ in range(3))
     updates = [np.random.default_rng(seed).normal(size=50).astype(np.float32) for seed in range(4)]
-    through, stopped = ServerOptimizer(section, start()), ServerOptimizer(section, start())
     for update in updates[:2]:
-        through.step(update.copy())
-        stopped.step(update.copy())
-    resumed = ServerOptimizer(section, stopped.weights.copy(), stopped.state())
+        through.step(update)
+        stopped.step(update)
+    resumed.weights[:] = stopped.weights
+    resumed.optimizer.restore(stopped.optimizer.state())
     for update in updates[2:]:
-        through.step(update.copy())
-        resumed.step(update.copy())
+        through.step(update)
+        resumed.step(update)
     assert np.array_equal(through.weights, resumed.weights)
 
 
 def test_a_step_to_infinity_is_refused_and_undone() -> None:
-    optimizer = ServerOptimizer(ServerSection(learning_rate=3e38), start())
+    model = Stepped(learning_rate=3e38)
     with raises(UpdateError, "global model", says="server.learning_rate"):
-        optimizer.step(np.full(50, 3e38, dtype=np.float32))
-    assert np.array_equal(optimizer.weights, start())
+        model.step(np.full(50, 3e38, dtype=np.float32))
+    assert np.array_equal(model.weights, start())
 
 
 # journal
@@ -192,26 +217,26 @@ def parameter(*shape: int) -> torch.nn.Parameter:
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, layout(), keep=2)
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(50)}
-    digest = checkpoints.save(3, start(), state)
+    state: dict[str, np.ndarray[Any, Any]] = {"optimizer/exp_avg": start(), "site_unit/clip": np.array(0.1)}
+    digest = checkpoints.save(3, start(), features=state)
     loaded = checkpoints.load(3)
     assert digest == params_sha256(start())
     assert np.array_equal(loaded.weights, start())
-    assert {name: tensor.tolist() for name, tensor in loaded.optimizer.items()} == {
-        name: tensor.tolist() for name, tensor in state.items()
+    assert {name: value.tolist() for name, value in loaded.features.items()} == {
+        name: value.tolist() for name, value in state.items()
     }
 
 
 def test_the_first_and_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, layout(), keep=2)
     for number in range(6):
-        checkpoints.save(number, start() * number, {})
+        checkpoints.save(number, start() * number)
     assert sorted(os.listdir(tmp_path)) == [f"round-{n:05d}.safetensors" for n in (0, 4, 5)]
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, layout(), keep=2)
-    checkpoints.save(1, start(), {})
+    checkpoints.save(1, start())
 
     def no_room(_tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
@@ -219,14 +244,14 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(checkpoint_module, "save_file", no_room)
     with raises(StorageError, "round-00002.safetensors", says="No space left"):
-        checkpoints.save(2, start() * 2, {})
+        checkpoints.save(2, start() * 2)
     assert os.listdir(tmp_path) == ["round-00001.safetensors"]
     assert np.array_equal(checkpoints.load(1).weights, start())
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, layout(), keep=2)
-    checkpoints.save(1, start(), {})
+    checkpoints.save(1, start())
     whole = checkpoints.path(1).read_bytes()
     with raises(RunFolderError, "round-00002.safetensors", says="whole"):
         checkpoints.load(2)

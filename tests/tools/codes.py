@@ -11,6 +11,7 @@ from cloister.aggregation.sums import Sums
 from cloister.lm.training.moments import Carry
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.messages.messages import ByFeature
+from cloister.protocol.messages.wire import to_bytes
 
 
 def told_by(
@@ -29,7 +30,7 @@ def told_by(
             Scales.first(basis.plan, basis.parameters).to_bytes() if scales is None else scales
         )
     if steps is not None:
-        told[balance.NAME] = balance.Steps(steps).to_bytes()
+        told[balance.NAME] = to_bytes(balance.Steps(steps))
     return tuple(sorted(told.items()))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cloister.aggregation.features import registry
-from cloister.aggregation.features.feature import AtCoordinator, Feature, Figures
+from cloister.aggregation.features.feature import AtCoordinator, Feature, Figures, Summed
 from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.server.record.folder import RunFolder
@@ -17,7 +18,7 @@ from cloister.tests.parties.federation import CENTRAL, Federation, tiny
 
 
 class Largest(AtCoordinator):
-    def figures_of_mean(self, mean: Floats) -> Figures:
+    def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
         with pytest.raises(ValueError, match="read-only"):
             mean[0] = 0
         return {"largest_change": float(np.abs(mean).max())}

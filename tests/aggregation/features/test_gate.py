@@ -77,7 +77,7 @@ def test_a_refused_round_leaves_the_momentum_as_it_was(run: Run, monkeypatch: py
     monkeypatch.setattr(gate.FEATURE.coordinator, "refuses_model", lambda *_: next(told))
     _, rows, out = run("run.rounds=3", "server.gate.loss=10", "server.keep_checkpoints=4")
     _, good, bad, last = (load_file(file) for file in sorted((out / "checkpoints").glob("*.safetensors")))
-    assert any(name.startswith("optimizer/") for name in good)
+    assert any(name.startswith("features/optimizer/") for name in good)
     for name, tensor in good.items():
         assert (bad[name] == tensor).all()
     assert any((last[name] != tensor).any() for name, tensor in good.items())

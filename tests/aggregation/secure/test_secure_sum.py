@@ -288,7 +288,7 @@ def test_below_the_threshold_no_shares_give_a_secret(n: int, data: st.DataObject
     request = parties.confirm(parties.upload(inboxes, survivors))
     answering = data.draw(st.permutations(survivors))[: threshold - 1]
     parties.reveal(request, answering)
-    assert not parties.coordinator.enough
+    assert parties.coordinator.lacking
     with raises(TooFewSitesError, "sites that revealed shares"):
         parties.coordinator.sum()
     assert_no_secret(parties)

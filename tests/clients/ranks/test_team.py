@@ -274,12 +274,12 @@ def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
             "mesh",
             "privacy.method",
         ),
-        (["local.optimizer=muon"], MeshSection(shard=2), "mesh", "Muon"),
+        (["local.optimizer=muon"], MeshSection(shard=2), "mesh", "muon"),
         (
             ["local.optimizer=muon", "model.adapter.scheme=ffa-lora"],
             MeshSection(tensor=2),
             "mesh",
-            "Muon",
+            "muon",
         ),
         (
             ["model.adapter.scheme=ffa-lora", "model.adapter.base_precision=bfloat16"],

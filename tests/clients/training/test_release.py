@@ -39,6 +39,7 @@ from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.blocks import BLOCK, Span, tile
 from cloister.protocol.messages.messages import TRAIN, Advertise, Confirm, Reveal, Shares
+from cloister.protocol.plan.plan import AggregationSection
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.tools.codes import code_for
 from cloister.tests.tools.raises import raises
@@ -92,7 +93,10 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     )
     layout = Sums(record, 7).training
     one, other = (
-        contribution(InClear(layout, seed_of(0), weighted=False), Finished(zeros(7), tokens, loss))
+        contribution(
+            InClear(layout, seed_of(0), AggregationSection(weighting="uniform")),
+            Finished(zeros(7), tokens, loss),
+        )
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
     )
     assert np.array_equal(one, other)
@@ -100,7 +104,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     # Without privacy both are in it.
     layout = Sums(parse(""), 7).training
     one, other = (
-        contribution(InClear(layout, seed_of(0), weighted=True), Finished(zeros(7), tokens, loss))
+        contribution(InClear(layout, seed_of(0), AggregationSection()), Finished(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (4000, 99.0))
     )
     assert not np.array_equal(one, other)

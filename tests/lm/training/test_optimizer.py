@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,16 @@ from cloister.lm.model.weights import Weights
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry, Moments
 from cloister.lm.training.muon import Muon, iterations_in
-from cloister.lm.training.optimizer import LocalOptimizer, hidden_matrices, learning_rate, moment_elements
+from cloister.lm.training.optimizer import (
+    OPTIMIZERS,
+    LocalOptimizer,
+    hidden_matrices,
+    learning_rate,
+    moment_elements,
+)
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.plan.plan import Plan, PrivacySection
+from cloister.protocol.plan.plan import LocalSection, Plan, PrivacySection
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.lm.training import test_train
 
@@ -278,6 +284,24 @@ def test_private_steps_are_muons_too(settings: tuple[str, ...], matrix: str) -> 
 
 
 # --- kept state -------------------------------------------------------------------------------------------------------
+
+
+def test_each_optimizer_of_the_plan_is_in_the_table() -> None:
+    assert set(get_args(LocalSection.model_fields["optimizer"].annotation)) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_keeps_what_torch_keeps(kind: str) -> None:
+    """What the table left out would not be carried to the next round."""
+    section = LocalSection.model_validate_json(f'{{"optimizer": "{kind}"}}')
+    for stepper in (OPTIMIZERS[kind].others, OPTIMIZERS[kind].matrices):
+        if stepper is not None:
+            parameter = torch.nn.Parameter(torch.ones(2, 3))
+            parameter.grad = torch.ones(2, 3)
+            optimizer = stepper.make([parameter], section, CPU)
+            optimizer.step()
+            state = {name: value for name, value in optimizer.state[parameter].items() if value is not None}
+            assert set(state) == set(stepper.keeps)
 
 
 @pytest.mark.parametrize("scheme", ["full", "lora"])

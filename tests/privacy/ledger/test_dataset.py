@@ -272,7 +272,11 @@ def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
 def test_divisions_that_differ_in_the_last_digit_are_other_units() -> None:
     divided = [*CENTRAL, "simulation.partition=dirichlet", "simulation.field=topic", "simulation.public=0.1"]
     divided.append("server.evaluation=simulation:public")
-    changes = ([], ["simulation.public=0.10000000001"], ["simulation.alpha=0.50000000001"])
+    changes: tuple[list[str], ...] = (
+        [],
+        ["simulation.public=0.10000000001"],
+        ["simulation.alpha=0.50000000001"],
+    )
     assert len({charged_unit(tiny(*divided, *change)) for change in changes}) == 3
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import pytest
 from scipy import stats
 from scipy.linalg import toeplitz
 
+from cloister.aggregation.features.server_optimizer import ServerOptimizer
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.spending import Spending as SiteSpending
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.carried import Carried
 from cloister.clients.state.kept import Written
-from cloister.lm.model.layout import Layout, Vector
+from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters, load_model
 from cloister.lm.training.moments import Carry
 from cloister.privacy.accounting import claims
@@ -53,7 +54,6 @@ from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import RoundDone, SiteAnswered
 from cloister.server.record.report import gather
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
 from cloister.simulations.audit.audit import audit
 from cloister.simulations.federation import simulate
@@ -421,11 +421,11 @@ def test_a_sum_that_is_opened_again_gets_the_same_noise(
     seen: list[Vector] = []
     right = ServerOptimizer.step
 
-    def step(self: ServerOptimizer, mean: Vector, part: Layout | None) -> None:
+    def step(self: ServerOptimizer, weights: Vector, mean: Vector, rounds: Sequence[int]) -> None:
         seen.append(mean.copy())
         if len(seen) == 2:
             raise CrashError
-        right(self, mean, part)
+        right(self, weights, mean, rounds)
 
     monkeypatch.setattr(ServerOptimizer, "step", step)
     with pytest.raises(CrashError):

@@ -186,7 +186,7 @@ def test_the_door_says_of_each_site_whether_it_is_connected_and_why_it_was_refus
         assert door.states() == dict.fromkeys(NAMES, "not connected")
         call, nonce = raw.greeted("site-1")
         proof = raw.proof("site-1", members["site-1"], nonce)
-        proof.seen.CopyFrom(Head(number=7, hash=bytes(32)))  # of a log that the coordinator has no more
+        proof.seen.CopyFrom(Head(number=7, hash="00" * 32))  # of a log that the coordinator has no more
         raw.say(proof=proof)
         with pytest.raises(grpc.RpcError):
             list(call)

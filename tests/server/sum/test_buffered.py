@@ -178,11 +178,11 @@ def test_what_no_update_in_a_buffer_has_trained_keeps_its_moments(kind: str, tmp
     ]
     assert any(names < set(layout.names) for names in trained)
     counts = np.array([sum(name in names for names in trained) for name in layout.names])
-    np.testing.assert_array_equal(kept.load(6).optimizer["step"], counts)
+    np.testing.assert_array_equal(kept.load(6).features["optimizer/step"], counts)
     for number, names in enumerate(trained[1:], start=2):
         before, after = kept.load(number - 1), kept.load(number)
         for values in ("exp_avg", "exp_avg_sq"):
-            then, now = (layout.split(state.optimizer[values].numpy()) for state in (before, after))
+            then, now = (layout.split(state.features[f"optimizer/{values}"]) for state in (before, after))
             for name in layout.names:
                 assert (then[name] != now[name]).any() == (name in names)
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cloister.aggregation.features.server_optimizer import ServerOptimizer
 from cloister.aggregation.vector.average import SumLayout
 from cloister.clients.consent import spending as clients_spending
 from cloister.clients.state.kept import run_id
@@ -37,7 +38,6 @@ from cloister.server.record.progress import (
     RoundStarted,
     SiteAnswered,
 )
-from cloister.server.round.optimizer import ServerOptimizer
 from cloister.server.run import run
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import lay_out, simulate

@@ -129,7 +129,7 @@ def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Pa
 def begin(folder: RunFolder, plan: Plan) -> None:
     model = load_model(plan)
     checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
-    checkpoints.save(0, model.layout.flatten(model.module), {})
+    checkpoints.save(0, model.layout.flatten(model.module))
     terms = terms_of(plan, model.layout.size)
     if terms is None:
         return
