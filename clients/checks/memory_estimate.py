@@ -112,7 +112,7 @@ def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> 
     own = {name: nn.Parameter(_local(each)) for name, each in model.module.named_parameters()}
     sizes = {name: each.numel() for name, each in own.items()}
     trained = [[(name, own[name]) for name in own if name in chosen] for chosen in names]
-    laid_out = sum(sizes.get(name, 0) for name in model.layout.names) if plan.privacy.dpsgd else 0
+    laid_out = sum(sizes[name] for name in model.layout.names) if plan.privacy.dpsgd else 0
     return Part(
         parameters=sum(sizes.values()),
         weights=round(sum(bytes_of[name] * size for name, size in sizes.items())),

@@ -67,7 +67,7 @@ from torch import nn
 from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import Forward, Passes
+from cloister.lm.model.passes import Forward, losses_of_rows
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
@@ -125,7 +125,7 @@ def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> 
 def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     """The reason that Opacus cannot be used, or an empty text."""
     if divided:
-        return "a mesh with shard, tensor or pipeline above 1 divides the parameters"
+        return "a mesh with shard or tensor above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
@@ -375,8 +375,7 @@ class PrivateTrainer:
         self.weights = self._bench.weights
         """Where the parameters are."""
         check_method(plan, model, divided=self.weights.divided)
-        forward = Forward(self._bench.module, device, plan.local.precision)
-        self._passes = self.weights.passes(forward, plan.local.batch_size)
+        self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
         self,
@@ -449,10 +448,10 @@ class PrivateTrainer:
         parameters = [parameter for _, parameter in trained]
         data, most = self._plan.data, self._plan.local.batch_size
         if self.method == "reference":
-            yield _Gradients(_one_by_one, data, self._passes, parameters, self._bench, most, self._device)
+            yield _Gradients(_one_by_one, data, self._forward, parameters, self._bench, most, self._device)
             return
         with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, data, self._passes, parameters, self._bench, most, self._device)
+            yield _Gradients(_by_hooks, data, self._forward, parameters, self._bench, most, self._device)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -550,7 +549,7 @@ class _Gradients:
 
     method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
     data: DataSection
-    passes: Passes
+    forward: Forward
     parameters: list[nn.Parameter]
     bench: Bench
     most: int
@@ -562,7 +561,7 @@ class _Gradients:
         return self.method(self, sequences, units)
 
     def backward(
-        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64], most: int
+        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit) x (its class's
         weight).
@@ -571,11 +570,9 @@ class _Gradients:
             sequences: All sequences.
             rows: (R,): rows of them.
             windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
-            most: The largest R of the ranks of a replica.
 
         Returns:
-            The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
-            losses.
+            The rows' summed losses (R,) float64, and their learned labels (R,).
         """
         tokens, targets = sequences.tokens[rows], sequences.targets(rows)
         if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
@@ -587,11 +584,10 @@ class _Gradients:
         factors = class_factors(self.data, targets)
         shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
         weights = torch.from_numpy(shares).to(self.device, torch.float32)
-        columns = to_device(tokens, self.device), to_device(targets, self.device)
-        nats = self.passes.weighted(*columns, weights, most)
-        if nats is None:
-            return torch.zeros(len(learned), dtype=torch.float64, device=self.device), np.zeros_like(learned)
-        return nats.double(), learned
+        logits = self.forward(to_device(tokens, self.device), None)
+        nats = losses_of_rows(logits, to_device(targets, self.device))
+        (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+        return nats.detach().double(), learned
 
 
 def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
@@ -605,10 +601,9 @@ def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]
         nats, tokens = torch.zeros(1, dtype=torch.float64), 0
         for first in range(begin, end, self.most):
             rows = np.arange(first, min(end, first + self.most))
-            part, most = weights.unit_rows(len(rows))
-            rows = rows[part]
+            rows = rows[weights.unit_rows(len(rows))]
             try:
-                losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
+                losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin))
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # models raise any type, and each would reveal that the unit is there
@@ -639,7 +634,7 @@ def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) 
             [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
         )
         owner = np.repeat(np.arange(end - begin), windows)
-        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows), len(rows))
+        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows))
         by_row = torch.from_numpy(owner).to(self.device)
         gradients = []
         for parameter in self.parameters:

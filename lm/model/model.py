@@ -82,17 +82,14 @@ class LanguageModel:
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
 
-        A stage of a pipeline (`parallelize`) has some of the layout's parameters.
-
         Args:
             part: The part of the layout that the round trains (`schedule.py`), the rest of which is frozen; None: all.
         """
         parameters = dict(self.module.named_parameters())
         chosen = set((self.layout if part is None else part).names)
-        names = [name for name in self.layout.names if name in parameters]
-        for name in names:
+        for name in self.layout.names:
             parameters[name].requires_grad_(name in chosen)
-        return [(name, parameters[name]) for name in names if name in chosen]
+        return [(name, parameters[name]) for name in self.layout.names if name in chosen]
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:

@@ -1,9 +1,8 @@
-"""A model on a mesh: tensor parallelism, stages, checkpointing, compilation, sharding, memory, in this order.
+"""A model on a mesh: tensor parallelism, checkpointing, compilation, sharding, memory, in this order.
 
-Each step needs the ones before it: tensor parallelism names modules that a stage drops, sharding divides what tensor
-parallelism has left of a parameter, its hooks lie around compiled blocks, and memory is allocated when every rank's
-part of each parameter is known. No step renames a parameter, because names are the layout, and none communicates
-weights: each rank has the same values, or none yet.
+Each step needs the ones before it: sharding divides what tensor parallelism has left of a parameter, its hooks lie
+around compiled blocks, and memory is allocated when every rank's part of each parameter is known. No step renames a
+parameter, because names are the layout, and none communicates weights: each rank has the same values, or none yet.
 
 Gradients are summed over ranks and not averaged, because each rank's loss is divided by the tokens of the whole step.
 """
@@ -31,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cloister.lm.model.model import LanguageModel, plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
-from cloister.lm.parallel.pipeline import keep_stage
 from cloister.protocol.errors import ModelError
 
 
@@ -49,7 +47,7 @@ def parallelize(
     Args:
         model: The model on the CPU, whose parameters have the same values in every rank; or without values
             (`load_model(empty=True)`), which the first round's global model then gives.
-        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 3, 4 and 6 do anything.
+        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 2, 3 and 5 do anything.
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
@@ -75,23 +73,19 @@ def parallelize(
         plan = _tensor_plan(inner, mesh)
         parallelize_module(inner, ranks["tensor"], plan, src_data_rank=None)
 
-    # 2. Stages.
-    if ranks is not None and mesh.pipeline > 1:
-        mesh.check_stages(inner.config)
-        keep_stage(inner, ranks.get_local_rank("pipeline"), mesh.pipeline)
     blocks = list(_blocks(inner))
 
-    # 3. Activation checkpointing.
+    # 2. Activation checkpointing.
     if checkpointing:
         for block in blocks:  # `forward`, because the hooks of sharding must not run again with it
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # 4. Compilation.
+    # 3. Compilation.
     if compile:
         for block in blocks:
             block.compile()
 
-    # 5. Sharding. Replicas that are not sharded need nothing: `Shards.add_replicas` sums their gradients.
+    # 4. Sharding. Replicas that are not sharded need nothing: `Shards.add_replicas` sums their gradients.
     if ranks is not None and mesh.shard > 1:
         # The logits are a view, which only an operation in place could harm.
         warnings.filterwarnings(
@@ -103,7 +97,7 @@ def parallelize(
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
 
-    # 6. Memory.
+    # 5. Memory.
     _allocate(model.module, device)
 
 

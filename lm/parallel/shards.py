@@ -1,11 +1,10 @@
 """A rank's part of a model's parameters, and its part of the flat vector.
 
-A parameter is a matrix of its first dimension by the rest. A pipeline gives it to one stage, tensor parallelism cuts
-its rows or its columns, then sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a
-rectangle of it (`Region`) or nothing, which every rank can compute for every other one. From this follow, without
-asking anyone, the part of the global model that a rank reads, and which elements which rank sends to which after
-training, when each rank gets its span of the vector. Only under a pipeline each rank says first which parameters it
-has. No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
+A parameter is a matrix of its first dimension by the rest. Tensor parallelism cuts its rows or its columns, then
+sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a rectangle of it (`Region`), which
+every rank can compute for every other one. From this follow, without asking anyone, the part of the global model that a
+rank reads, and which elements which rank sends to which after training, when each rank gets its span of the vector. No
+rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
 
 Ranks with equal regions have equal bits: their gradients come out of the same all-reduce. In the norm, a region counts
 once. Refused: `DTensor.full_tensor`, which gathers every parameter in every rank; and the optimizer on DTensors, which
@@ -30,11 +29,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import Direct, Forward, Passes
 from cloister.lm.model.weights import Held, Named, Weights, matrix
 from cloister.lm.parallel.mesh import Coordinates, Mesh, degrees
 from cloister.lm.parallel.parallelize import sharded_modules
-from cloister.lm.parallel.pipeline import Pipeline
 from cloister.protocol.messages.blocks import Span, tile
 
 
@@ -60,10 +57,8 @@ class Region(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """How a rank has a parameter, as numbers that it can tell other ranks."""
+    """How the ranks divide a parameter."""
 
-    held: int
-    """1, or 0 where other stages have it."""
     tensor: int = -1
     """The dimension that tensor parallelism cuts, 0 or 1 of a matrix; -1 if it does not."""
     shard: int = -1
@@ -72,7 +67,6 @@ class Cuts(NamedTuple):
 
 BUCKET = 2**22
 """Elements of small gradients that are sent together."""
-_NOTHING = Region(Span(0, 0), Span(0, 0))
 
 
 def region(shape: Sequence[int], cuts: Cuts, mesh: Mesh, at: Coordinates) -> Region:
@@ -129,8 +123,8 @@ def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Regio
 class _Part:
     """A parameter in this rank, and where its elements go."""
 
-    parameter: nn.Parameter | None
-    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has; None in other stages."""
+    parameter: nn.Parameter
+    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has."""
     shape: tuple[int, ...]
     """Shape of the unsharded parameter."""
     offset: int
@@ -138,7 +132,7 @@ class _Part:
     columns: int
     """Columns of the matrix."""
     mine: Region
-    """This rank's region; empty in other stages."""
+    """This rank's region; it may be empty."""
     counts: bool
     """Whether this rank is the first of those with this region."""
     counts_in_replica: bool
@@ -155,7 +149,6 @@ class _Part:
     @property
     def local(self) -> torch.Tensor:
         """The region's elements: a matrix that shares the parameter's memory."""
-        assert self.parameter is not None
         return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
 
 
@@ -179,8 +172,6 @@ class Shards(Weights):
         self.divided = self._mesh.size > self._mesh.replicate
         self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
-        if self._mesh.pipeline > 1:
-            self.draws += (f"stage-{self._at.pipeline}",)
 
     @property
     def _data_rank(self) -> int:
@@ -195,49 +186,25 @@ class Shards(Weights):
         """The parameters of a layout, in its order, with their places in its vector."""
         parameters, spans = dict(self._model.module.named_parameters()), tile(layout.size, self._mesh.size)
         return {
-            name: self._part(parameters.get(name), self._held[name], shape, offset, spans)
+            name: self._part(parameters[name], shape, offset, spans)
             for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
         }
 
-    @cached_property
-    def _held(self) -> dict[str, list[Cuts]]:
-        """How each rank has each trained parameter."""
-        parameters, names = dict(self._model.module.named_parameters()), self._model.layout.names
-        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in names])
-        return {name: [each[place] for each in held] for place, name in enumerate(names)}
-
-    def _cuts_of_all(self, mine: list[Cuts]) -> list[list[Cuts]]:
-        """How each rank has each parameter, given how this one does; between stages it travels as numbers."""
-        if self._mesh.pipeline == 1:
-            return [mine] * self._mesh.size
-        held = [torch.empty(len(mine), len(Cuts._fields), dtype=torch.int64) for _ in range(self._mesh.size)]
-        dist.all_gather(held, torch.tensor(mine))
-        return [[Cuts(*row) for row in each.tolist()] for each in held]
-
     def _part(
-        self,
-        parameter: nn.Parameter | None,
-        cuts: Sequence[Cuts],
-        shape: tuple[int, ...],
-        offset: int,
-        spans: Sequence[Span],
+        self, parameter: nn.Parameter, shape: tuple[int, ...], offset: int, spans: Sequence[Span]
     ) -> _Part:
-        """A parameter, which is cut in this way in each rank; None in a rank that does not have it. `spans` are those
-        of the ranks in the vector in which it begins at `offset`."""
-        holders: dict[Region, list[int]] = {}
-        for rank, cut in enumerate(cuts):
-            if cut.held:
-                its = region(shape, cut, self._mesh, self._mesh.coordinates(rank))
-                holders.setdefault(its, []).append(rank)
-        mine = next((each for each, having in holders.items() if self._rank in having), _NOTHING)
-        if parameter is not None and _local(parameter).numel() != mine.size:
+        """A parameter, and where its elements go: `spans` are those of the ranks in the vector in which it begins at
+        `offset`."""
+        cuts, holders = _cuts(parameter), dict[Region, list[int]]()
+        for rank in range(self._mesh.size):
+            its = region(shape, cuts, self._mesh, self._mesh.coordinates(rank))
+            holders.setdefault(its, []).append(rank)
+        mine = region(shape, cuts, self._mesh, self._at)
+        if _local(parameter).numel() != mine.size:
             raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
         rows, columns = matrix(shape)
-        if sum(each.size for each in holders) != rows * columns:
-            raise AssertionError(f"the ranks have {list(holders)} of a parameter of shape {shape}")
-        own = holders.get(mine, [])
-        replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
-        counts, counts_in_replica = (having[:1] == [self._rank] for having in (own, replica))
+        replica = [r for r in holders[mine] if self._mesh.coordinates(r).replicate == self._at.replicate]
+        counts, counts_in_replica = (having[0] == self._rank for having in (holders[mine], replica))
         part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
         for to, span in enumerate(spans):
             begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
@@ -261,8 +228,6 @@ class Shards(Weights):
             module.reshard()  # weights that were gathered for a forward pass are of the model before
         self._loaded.put_back()
         for part in self._parts.values():
-            if part.parameter is None:
-                continue
             rows, columns = part.mine
             size = matrix(part.shape)[0] * part.columns
             whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
@@ -290,13 +255,6 @@ class Shards(Weights):
         """A contiguous part; the parts of all data ranks differ in length by at most one row."""
         begin, end = (batch_size * part // self._mesh.data for part in (self._data_rank, self._data_rank + 1))
         return slice(begin, end)
-
-    def passes(self, forward: Forward, batch_size: int) -> Passes:
-        """Through the stages of a pipeline, if there is one."""
-        if self._mesh.pipeline == 1:
-            return Direct(forward, self.before_backward)
-        most, group = -(-batch_size // self._mesh.data), self._ranks.get_group("pipeline")
-        return Pipeline(forward, self._model.module.config, group, most, self.before_backward)
 
     def before_backward(self, *, last: bool) -> None:
         """Replicas add up a step's gradients before they exchange them, once."""
@@ -347,8 +305,8 @@ class Shards(Weights):
         clip_grads_with_norm_(trained, norm, square.sqrt().float())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Over stages, replicas and shards; ranks of a tensor group have the same rows."""
-        for dimension in ("pipeline", "replicate", "shard"):
+        """Over replicas and shards; ranks of a tensor group have the same rows."""
+        for dimension in ("replicate", "shard"):
             dist.all_reduce(value, group=self._ranks.get_group(dimension))
         return value
 
@@ -399,14 +357,14 @@ class Shards(Weights):
         """Units are dealt to the replicas in turns."""
         return slice(self._at.replicate, None, self._mesh.replicate)
 
-    def unit_rows(self, n: int) -> tuple[slice, int]:
+    def unit_rows(self, n: int) -> slice:
         """The shards divide the rows; ranks of a tensor group have the same ones."""
         begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
-        return slice(begin, end), -(-n // self._mesh.shard)
+        return slice(begin, end)
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
-        """Over the stages, the shards and the tensor group, one after the other."""
-        for dimension in ("pipeline", "shard", "tensor"):
+        """Over the shards and the tensor group, one after the other."""
+        for dimension in ("shard", "tensor"):
             dist.all_reduce(values, group=self._ranks.get_group(dimension))
         return values
 
@@ -464,12 +422,10 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _cuts(parameter: nn.Parameter | None) -> Cuts:
-    """How this rank has a parameter; None: it does not."""
-    if parameter is None:
-        return Cuts(0)
+def _cuts(parameter: nn.Parameter) -> Cuts:
+    """How the ranks divide a parameter."""
     if not isinstance(parameter, DTensor):
-        return Cuts(1)
+        return Cuts()
     names = parameter.device_mesh.mesh_dim_names or ()
     # Shard, and the kind that sharding makes of a dimension that is cut already, have a dimension.
     cut = {
@@ -477,7 +433,7 @@ def _cuts(parameter: nn.Parameter | None) -> Cuts:
         for name, placement in zip(names, parameter.placements, strict=True)
         if hasattr(placement, "dim")
     }
-    return Cuts(1, **cut)
+    return Cuts(**cut)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

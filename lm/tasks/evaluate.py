@@ -195,7 +195,7 @@ def _each_batch(
     trim: bool = False,
 ) -> None:
     """Call `score` for each batch with this process's rows of it, their targets (B, L) and their logits (B, L, V),
-    without gradients; not in a process that does not compute logits. Restore the module's training mode afterwards.
+    without gradients; restore the module's training mode afterwards.
 
     Args:
         score: Called in the order of the batches.
@@ -207,7 +207,6 @@ def _each_batch(
         trim: Cut each batch behind its last target, which changes no score where tokens attend to earlier ones only.
     """
     module, device = forward.module, forward.device
-    logits_of = forward if weights is None else weights.passes(forward, batch_size).logits
     part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
     training = module.training
     module.eval()
@@ -223,9 +222,7 @@ def _each_batch(
                     wanted = torch.full((1, wanted.shape[1]), NOT_LEARNED, device=device)
                 tokens, places = sequences.tokens[rows, :width], sequences.positions
                 positions = None if places is None else to_device(places[rows, :width], device)
-                logits = logits_of(to_device(tokens, device), positions)
-                if logits is not None:
-                    score(rows, wanted, logits)
+                score(rows, wanted, forward(to_device(tokens, device), positions))
     finally:
         module.train(training)
 

@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import nn
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
-from cloister.lm.model.passes import Forward, MicroBatch
+from cloister.lm.model.passes import Forward, losses_of_rows, summed_loss
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.evaluate import to_device
@@ -153,6 +153,19 @@ class Bench:
         return update, taken
 
 
+class MicroBatch(NamedTuple):
+    """Rows that go through the model together, int64 on the device."""
+
+    tokens: torch.Tensor
+    """(B, L)"""
+    targets: torch.Tensor
+    """(B, L): the next token of each position; -100 where nothing is learned. Of a classifier (B, 1): the classes."""
+    positions: torch.Tensor | None = None
+    """(B, L): `position_ids` of packed records."""
+    factors: torch.Tensor | None = None
+    """(B,) float32: what the loss of each row is multiplied by; None: 1."""
+
+
 class Trainer:
     """Trains any site's round of one plan on one device, or in the ranks of a mesh.
 
@@ -174,8 +187,7 @@ class Trainer:
         self._bench = Bench(plan, model, device, ranks)
         self.weights = self._bench.weights
         """Where the parameters are."""
-        forward = Forward(self._bench.module, device, plan.local.precision)
-        self._passes = self.weights.passes(forward, plan.local.batch_size)
+        self._forward = Forward(self._bench.module, device, plan.local.precision)
 
     def train(
         self,
@@ -247,8 +259,9 @@ class Trainer:
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, steps, seeds)):
-            for loss in self._passes.backward(micro_batches, learned):
-                total_loss += loss
+            for number, micro_batch in enumerate(micro_batches, 1):
+                self.weights.before_backward(last=number == len(micro_batches))
+                total_loss += self._backward(micro_batch, learned)
             self.weights.take_gradients()
             self.weights.add_replicas()
             add_proximal(parameters, anchors, local.proximal)
@@ -259,6 +272,18 @@ class Trainer:
             if progress is not None:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
+
+    def _backward(self, micro_batch: MicroBatch, learned: int) -> torch.Tensor:
+        """Add the gradient of a micro-batch's loss, divided by the learned labels of its step, to `grad`.
+
+        Returns:
+            The summed loss, float32 ().
+        """
+        tokens, targets, positions, factors = micro_batch
+        logits = self._forward(tokens, positions)
+        loss = summed_loss(logits, targets) if factors is None else losses_of_rows(logits, targets) @ factors
+        (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+        return loss.detach()
 
     def _micro_batches(
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
