@@ -77,6 +77,7 @@ from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.lm.training.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import PlanError
+from cloister.protocol.messages.blocks import runs
 from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -419,8 +420,7 @@ class PrivateTrainer(Bench):
             raise ValueError("sequences are not laid out in units: prepare them with units")
         if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise ValueError(f"noise_multiplier is {noise_multiplier}: expected a positive, finite number")
-        steps = self.plan.local.steps
-        before = (round - 1) * steps
+        before = (round - 1) * self.plan.local.steps
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             mine = noise.child(f"dpsgd/round-{round}")
@@ -429,7 +429,7 @@ class PrivateTrainer(Bench):
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
-        return self.round(start, take_steps, round=round, part=part, carry=carry, steps=steps)
+        return self.round(start, take_steps, round=round, part=part, carry=carry)
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -528,7 +528,7 @@ class PrivateTrainer(Bench):
         """As many whole units at a time as fit, by Opacus's hooks."""
         assert sequences.starts is not None
         sizes = sequences.starts[units + 1] - sequences.starts[units]
-        for begin, end in _cuts(sizes, self.plan.local.batch_size):
+        for begin, end in runs(sizes.tolist(), self.plan.local.batch_size):
             windows = sizes[begin:end]
             rows = np.concatenate(
                 [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
@@ -626,20 +626,6 @@ def _secret_masks(stream: NoiseStream, device: torch.device) -> Iterator[Callabl
     with torch.random.fork_rng(devices=cuda):
         renew()
         yield renew
-
-
-def _cuts(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of units into runs of at most `most` rows each; no unit has more rows than that."""
-    begin, rows = 0, 0
-    for unit, size in enumerate(sizes):
-        if size > most:
-            raise AssertionError(f"a unit has {size} windows where {most} fit")
-        if rows + size > most:
-            yield begin, unit
-            begin, rows = unit, 0
-        rows += int(size)
-    if rows:
-        yield begin, len(sizes)
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cloister.lm.model.model import LanguageModel, plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
-from cloister.protocol.errors import ModelError
 
 
 def parallelize(
@@ -47,7 +46,8 @@ def parallelize(
     Args:
         model: The model on the CPU, whose parameters have the same values in every rank; or without values
             (`load_model(empty=True)`), which the first round's global model then gives.
-        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 2, 3 and 5 do anything.
+        ranks: The mesh, from `mesh.build`, which fits the model (`Mesh.check`); None for one process, for which only
+            steps 2, 3 and 5 do anything.
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
@@ -55,7 +55,7 @@ def parallelize(
             gradients of single units must be clipped before they are summed.
 
     Raises:
-        ModelError: the mesh does not fit the model.
+        ModelError: the tensor-parallel plan of the model's output layer has an unknown style.
     """
     mesh = Mesh() if ranks is None else degrees(ranks)
     # transformers and PEFT know the model without its adapter by these names.
@@ -63,13 +63,6 @@ def parallelize(
 
     # 1. Tensor parallelism.
     if ranks is not None and mesh.tensor > 1:
-        if inner is not model.module:
-            raise ModelError(
-                "mesh.tensor",
-                mesh.tensor,
-                expected="1 for a model with an adapter",
-                fix="set mesh.shard instead",
-            )
         plan = _tensor_plan(inner, mesh)
         parallelize_module(inner, ranks["tensor"], plan, src_data_rank=None)
 
@@ -116,7 +109,6 @@ def _tensor_plan(inner: Any, mesh: Mesh) -> dict[str, ParallelStyle]:
     """The styles of the modules that the model's own plan names; a tied output layer stays whole with the embedding."""
     prefix = f"{inner.base_model_prefix}."
     named = {prefix + name: style for name, style in (inner.config.base_model_tp_plan or {}).items()}
-    check_styles(named, inner.config.model_type, mesh.tensor)
     if not inner.config.tie_word_embeddings:
         named |= dict(type(inner)._tp_plan or {})
     check_styles(named, inner.config.model_type, mesh.tensor)

@@ -14,7 +14,7 @@ checks the placement of each tensor in each operation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Held, Named, Weights, matrix
 from cloister.lm.parallel.mesh import Coordinates, Mesh, degrees
 from cloister.lm.parallel.parallelize import sharded_modules
-from cloister.protocol.messages.blocks import Span, tile
+from cloister.protocol.messages.blocks import Span, runs, tile
 
 
 class Region(NamedTuple):
@@ -48,7 +48,7 @@ class Region(NamedTuple):
         """Elements in it."""
         return self.rows.size * self.columns.size
 
-    def within(self, other: Region) -> tuple[slice, slice]:
+    def within(self, other: Region | Held) -> tuple[slice, slice]:
         """Where it lies in another region that contains it."""
         return (
             slice(self.rows.start - other.rows.start, self.rows.stop - other.rows.start),
@@ -119,37 +119,21 @@ def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Regio
             yield common
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Part:
     """A parameter in this rank, and where its elements go."""
 
     parameter: nn.Parameter
     """The parameter as the module has it: a DTensor, or a plain tensor that every rank has."""
-    shape: tuple[int, ...]
-    """Shape of the unsharded parameter."""
-    offset: int
-    """Where it begins in the flat vector."""
-    columns: int
-    """Columns of the matrix."""
-    mine: Region
-    """This rank's region; it may be empty."""
-    counts: bool
-    """Whether this rank is the first of those with this region."""
-    counts_in_replica: bool
-    """Whether it is the first of its replica's."""
-    kept: list[Region] = field(default_factory=list)
-    """What of its own region lies in this rank's span."""
-    sent: dict[int, list[Region]] = field(default_factory=dict)
-    """What it sends to other ranks."""
-    received: dict[int, list[Region]] = field(default_factory=dict)
-    """What it receives from other ranks."""
-    moves: bool = False
-    """Whether any rank sends anything to another."""
+    held: Held
+    """This rank's region, which may be empty."""
+    pieces: list[tuple[int, int, Region]]
+    """By sender and receiver: what of the parameter lies in the receiver's span; a rank sends to itself what it has."""
 
     @property
     def local(self) -> torch.Tensor:
         """The region's elements: a matrix that shares the parameter's memory."""
-        return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
+        return _local(self.parameter).view(self.held.rows.size, self.held.columns.size)
 
 
 class Shards(Weights):
@@ -186,40 +170,33 @@ class Shards(Weights):
         """The parameters of a layout, in its order, with their places in its vector."""
         parameters, spans = dict(self._model.module.named_parameters()), tile(layout.size, self._mesh.size)
         return {
-            name: self._part(parameters[name], shape, offset, spans)
-            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
+            name: self._part(name, parameters[name], offset, spans)
+            for name, offset in zip(layout.names, layout.offsets, strict=False)
         }
 
-    def _part(
-        self, parameter: nn.Parameter, shape: tuple[int, ...], offset: int, spans: Sequence[Span]
-    ) -> _Part:
+    def _part(self, name: str, parameter: nn.Parameter, offset: int, spans: Sequence[Span]) -> _Part:
         """A parameter, and where its elements go: `spans` are those of the ranks in the vector in which it begins at
         `offset`."""
-        cuts, holders = _cuts(parameter), dict[Region, list[int]]()
+        holders: dict[Region, list[int]] = {}
         for rank in range(self._mesh.size):
-            its = region(shape, cuts, self._mesh, self._mesh.coordinates(rank))
+            its = region_of(parameter, self._mesh, self._mesh.coordinates(rank))
             holders.setdefault(its, []).append(rank)
-        mine = region(shape, cuts, self._mesh, self._at)
+        mine = region_of(parameter, self._mesh, self._at)
         if _local(parameter).numel() != mine.size:
-            raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
-        rows, columns = matrix(shape)
+            raise AssertionError(
+                f"a rank has {tuple(_local(parameter).shape)} of {parameter.shape}: expected {mine}"
+            )
+        size, width = parameter.numel(), matrix(parameter.shape)[1]
         replica = [r for r in holders[mine] if self._mesh.coordinates(r).replicate == self._at.replicate]
-        counts, counts_in_replica = (having[0] == self._rank for having in (holders[mine], replica))
-        part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
-        for to, span in enumerate(spans):
-            begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
-            for each, having in holders.items():
-                pieces = list(between(each, columns, begin, end))
-                sender = to if to in having else having[to % len(having)]
-                if pieces and sender == to == self._rank:
-                    part.kept += pieces
-                elif pieces and sender != to:
-                    part.moves = True
-                    if sender == self._rank:
-                        part.sent[to] = pieces
-                    elif to == self._rank:
-                        part.received[sender] = pieces
-        return part
+        counts, first = (having[0] == self._rank for having in (replica, holders[mine]))
+        pieces = [
+            (to if to in having else having[to % len(having)], to, piece)
+            for to, span in enumerate(spans)
+            for whole, having in holders.items()
+            for piece in between(whole, width, max(span.start - offset, 0), min(span.stop - offset, size))
+        ]
+        pieces.sort(key=lambda each: each[:2])
+        return _Part(parameter, Held(name, offset, width, *mine, counts, first), pieces)
 
     def place(self, start: Vector) -> None:
         """Copy this rank's part of the global model into its parameters, without communication."""
@@ -228,10 +205,9 @@ class Shards(Weights):
             module.reshard()  # weights that were gathered for a forward pass are of the model before
         self._loaded.put_back()
         for part in self._parts.values():
-            rows, columns = part.mine
-            size = matrix(part.shape)[0] * part.columns
-            whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
-            source = whole[rows.start : rows.stop, columns.start : columns.stop]
+            held = part.held
+            whole = start[held.offset : held.offset + part.parameter.numel()].reshape(-1, held.width)
+            source = whole[held.rows.start : held.rows.stop, held.columns.start : held.columns.stop]
             if part.local.device.type == "cpu":
                 np.copyto(part.local.numpy(), source)
             else:  # torch has no read-only tensors
@@ -248,7 +224,7 @@ class Shards(Weights):
             for name, each in self._model.trainable(part)
         ]
         self._steps_on = [(parameter, local) for _, parameter, local in named]
-        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
+        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].held.first}
         return [(name, local) for name, _, local in named]
 
     def rows(self, batch_size: int) -> slice:
@@ -284,7 +260,8 @@ class Shards(Weights):
             local.grad = torch.zeros_like(local) if local.grad is None else local.grad.contiguous()
         gradients = [local.grad for _, local in self._steps_on if local.grad is not None]
         group = self._ranks.get_group("replicate")
-        for bucket in _buckets(gradients):
+        for begin, end in runs([each.numel() for each in gradients], BUCKET):
+            bucket = gradients[begin:end]
             whole = bucket[0] if len(bucket) == 1 else torch.cat([each.flatten() for each in bucket])
             dist.all_reduce(whole, group=group)
             if len(bucket) > 1:
@@ -321,36 +298,35 @@ class Shards(Weights):
         whole, span = part.names == self._model.layout.names, self.span(part)
         update: Vector = torch.empty(span.size).numpy()  # torch aligns it for every processor
         for each in (self._parts if whole else self._parts_of(part)).values():
-            for place in each.kept:
-                _lay(update, each, place, each.local[place.within(each.mine)], span.start)
-            if each.moves:
-                self._exchange(each, update, span.start)
+            for piece, values in self._exchanged(each):
+                _lay(update, each.held, piece, values, span.start)
         update -= span.of(self._model.layout.pick(start, part))
         return update
 
-    def _exchange(self, part: _Part, update: Vector, start: int) -> None:
-        ranks = range(self._mesh.size)
-        pieces = [each for rank in ranks for each in part.sent.get(rank, ())]
-        sent = [part.local[each.within(part.mine)].reshape(-1) for each in pieces]
-        counts = [sum(each.size for each in part.sent.get(rank, ())) for rank in ranks]
-        expected = [sum(each.size for each in part.received.get(rank, ())) for rank in ranks]
-        source = torch.cat([torch.empty(0, device=self._device), *sent])
+    def _exchanged(self, part: _Part) -> list[tuple[Region, torch.Tensor]]:
+        """What of a parameter lies in this rank's span, from the ranks that have it."""
+        sent = [(to, piece) for sender, to, piece in part.pieces if sender == self._rank]
+        received = [(sender, piece) for sender, to, piece in part.pieces if to == self._rank]
+        own = [part.local[piece.within(part.held)] for _, piece in sent]
+        if all(sender == to for sender, to, _ in part.pieces):
+            return [(piece, values) for (_, piece), values in zip(sent, own, strict=True)]
+        counts, expected = (
+            [sum(piece.size for rank, piece in some if rank == each) for each in range(self._mesh.size)]
+            for some in (sent, received)
+        )
+        source = torch.cat([torch.empty(0, device=self._device), *(values.reshape(-1) for values in own)])
         arrived = torch.empty(sum(expected), device=self._device)
         dist.all_to_all_single(arrived, source, expected, counts)
-        arrived, begin = arrived.cpu(), 0
-        for rank in ranks:
-            for each in part.received.get(rank, ()):
-                values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
-                _lay(update, part, each, values, start)
-                begin += each.size
+        parts = torch.split(arrived.cpu(), [piece.size for _, piece in received])
+        return [
+            (piece, values.view(piece.rows.size, piece.columns.size))
+            for (_, piece), values in zip(received, parts, strict=True)
+        ]
 
     @property
     def held(self) -> tuple[Held, ...]:
         """What this rank has."""
-        return tuple(
-            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica, part.counts)
-            for name, part in self._parts.items()
-        )
+        return tuple(part.held for part in self._parts.values())
 
     @property
     def units(self) -> slice:
@@ -378,6 +354,11 @@ class Shards(Weights):
         return next(self._model.module.parameters()).device
 
 
+def region_of(parameter: nn.Parameter, mesh: Mesh, at: Coordinates) -> Region:
+    """What any rank has of a parameter, which this rank has after `parallelize`; arguments as for `region`."""
+    return region(parameter.shape, _cuts(parameter), mesh, at)
+
+
 def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
     """Elements of the largest group of parameters that a rank gathers from the others of its shard group at a time.
 
@@ -397,29 +378,15 @@ def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
     return max(sizes)
 
 
-def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start: int) -> None:
+def _lay(update: Vector, part: Held, where: Region, values: torch.Tensor, start: int) -> None:
     """Copy a rectangle of a parameter into the span of the flat vector that begins at `start`."""
-    begin = part.offset - start + where.rows.start * part.columns
+    begin = part.offset - start + where.rows.start * part.width
     if where.rows.size == 1:
         target = update[begin + where.columns.start : begin + where.columns.stop].reshape(1, -1)
     else:
-        rows = update[begin : begin + where.rows.size * part.columns].reshape(-1, part.columns)
+        rows = update[begin : begin + where.rows.size * part.width].reshape(-1, part.width)
         target = rows[:, where.columns.start : where.columns.stop]
     torch.from_numpy(target).copy_(values)
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in their order, several at a time up to a number of elements."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.numel() > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket
 
 
 def _cuts(parameter: nn.Parameter) -> Cuts:

@@ -31,7 +31,7 @@ from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Precision, losses_of_rows, summed_loss
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.confusion import Confusion, Counts
-from cloister.lm.text.data import NOT_LEARNED, Prepared, Sequences
+from cloister.lm.text.data import NOT_LEARNED, Prepared, Sequences, shuffled
 from cloister.protocol.plan.plan import Plan
 
 
@@ -250,10 +250,7 @@ def subset(sequences: Sequences, most: int | None, seed: int) -> Sequences:
     if most is None or most >= count:
         return sequences
     digest = hashlib.sha256(f"cloister/evaluation/{seed}".encode()).digest()
-    random = np.random.Generator(
-        np.random.Philox(np.random.SeedSequence(int.from_bytes(digest[:16], "little")))
-    )
-    rows = np.sort(random.permutation(count)[:most])
+    rows = np.sort(shuffled((int.from_bytes(digest[:16], "little"),), count)[:most])
     if answers is not None:
         answers, choices = answers[rows], len(sequences) // count
         rows = (rows[:, None] * choices + np.arange(choices)).reshape(-1)

@@ -16,7 +16,7 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,14 +68,10 @@ class LocalOptimizer:
 
         They are the optimizer's own, zeros before a first step; a caller may set them.
         """
-        return {name: _state(part, parameter) for part, name, parameter in self._each()}
-
-    def _each(self) -> list[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
-        """Each parameter with its name and the optimizer that steps on it."""
         part_of = {
             id(p): part for part in self._parts for group in part.param_groups for p in group["params"]
         }
-        return [(part_of[id(parameter)], name, parameter) for name, parameter in self._trained]
+        return {name: _state(part_of[id(parameter)], parameter) for name, parameter in self._trained}
 
 
 def learning_rate(local: LocalSection, step: float, total: int) -> float:
@@ -94,12 +90,13 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def moment_elements(plan: Plan, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> int:
-    """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
+def moment_elements(plan: Plan, module: nn.Module, trained: Mapping[str, int]) -> int:
+    """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`, but of
+    the parameters their elements by name."""
     if plan.local.optimizer == "sgd":
         return 0
     by_muon = hidden_matrices(module) if plan.local.optimizer == "muon" else set()
-    return sum(parameter.numel() * (1 if name in by_muon else 2) for name, parameter in trained)
+    return sum(elements * (1 if name in by_muon else 2) for name, elements in trained.items())
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:

@@ -57,16 +57,13 @@ class LocalUpdate:
     """The result of one site's round."""
 
     vector: Vector
-    """Local minus global, finite float32, of the part of the layout that the round trains. Of one process the part's
-    whole vector; of a rank its span, whose elements begin at `offset`."""
+    """Local minus global, float32, of the part of the layout that the round trains. Of one process the part's whole
+    vector; of a rank its span. Finite; NaN: there is no update, under unit `site`."""
     tokens: int
-    """Number of labels learned from; a label counts each time it is used."""
+    """Number of labels learned from, each as often as it is used; under privacy it must not leave the site."""
     loss: float
-    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term."""
-    steps: int
-    """Optimizer steps taken."""
-    offset: int = 0
-    """Where `vector` begins in the flat vector."""
+    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term; as
+    `tokens`."""
 
 
 class Bench:
@@ -109,7 +106,6 @@ class Bench:
         round: int,
         part: Layout | None,
         carry: Carry | None,
-        steps: int,
     ) -> LocalUpdate:
         """Set the model to `start`, let `take_steps` train it, and return the change.
 
@@ -120,7 +116,6 @@ class Bench:
             round: The round, from 1.
             part: As in `Trainer.train`.
             carry: As in `Trainer.train`.
-            steps: The steps that `take_steps` takes.
 
         Raises:
             ModelError: the device runs out of memory.
@@ -156,7 +151,7 @@ class Bench:
             raise _not_finite(round, "non-finite")
         if kept is not None:
             kept.store(optimizer)
-        return LocalUpdate(update, tokens, loss, steps, weights.span(part).start)
+        return LocalUpdate(update, tokens, loss)
 
 
 class MicroBatch(NamedTuple):
@@ -229,7 +224,7 @@ class Trainer(Bench):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
-        return self.round(start, take_steps, round=round, part=part, carry=carry, steps=taken)
+        return self.round(start, take_steps, round=round, part=part, carry=carry)
 
     def _steps(
         self,

@@ -65,6 +65,7 @@ class DatasetLedger:
         self.path = Path(simulation.ledger)
         self.dataset = simulation.dataset
         self.limit = simulation.greatest_epsilon
+        self._budget = None if self.limit is None else Budget(self.limit, plan.privacy.delta)
         self._plan = plan
         self._search = plan.simulation.search
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
@@ -92,10 +93,11 @@ class DatasetLedger:
         if self._search is not None:
             self._check_complete(self._history().entries, run, [])
         elif events:
-            budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
             self._history()  # of a ledger that is there: a lost one is not created again
             ledger = Ledger(self.path, OWNER, self._compose)
-            ledger.charge(self._charge(run, round_number, site, times, events), budget, self._check_unit)
+            ledger.charge(
+                self._charge(run, round_number, site, times, events), self._budget, self._check_unit
+            )
 
     def check(self, terms: Terms, run: str, summed: Sequence[int], sites: Sequence[str]) -> None:
         """Create the ledger for a run that begins, and check that the run can begin, or go on.
@@ -186,7 +188,6 @@ class DatasetLedger:
         assert self._search is not None, "the plan is a trial"
         chosen = selection_of(self._plan, terms, self._plan.cohort.sites if self._at_several_sites else 1)
         assert chosen is not None, "as its search says"
-        budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
         ledger = Ledger(self.path, OWNER, self._compose, clock=lambda: 0.0)
         name = f"{self._search.search}/search"
         charge = replace(self._charge(self._search.search, 0, "", 0, [chosen]), round=0, id=name)
@@ -200,7 +201,7 @@ class DatasetLedger:
                     fix="begin a new search: it is charged, and this one cannot be drawn twice for its price",
                 )
 
-        ledger.charge(charge, budget, check)
+        ledger.charge(charge, self._budget, check)
 
     def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number

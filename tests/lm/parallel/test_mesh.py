@@ -170,8 +170,9 @@ def end_of(job: Job) -> Any:
 
 
 def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
-    check_pieces([(part.offset, part.vector) for part in parts], size, np.float32)
-    return np.concatenate([part.vector for part in parts])
+    whole = np.concatenate([part.vector for part in parts])
+    assert (whole.size, whole.dtype.name) == (size, "float32")
+    return whole
 
 
 def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
@@ -180,7 +181,7 @@ def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
     assert np.abs(vector - whole.vector).max() < 1e-4 * np.abs(whole.vector).max()
     assert {part.loss for part in parts} == {parts[0].loss}
     assert parts[0].loss == pytest.approx(whole.loss, abs=1e-5)
-    assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
+    assert {part.tokens for part in parts} == {whole.tokens}
 
 
 # --- the same round ---------------------------------------------------------------------------------------------------
@@ -366,13 +367,6 @@ def test_another_number_of_processes_is_refused(folder: Path) -> None:
     job, _ = one_process(folder, "llama")
     with raises(ModelError, "mesh", says=("replicate 2", "product of 1")):
         run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
-
-
-@pytest.mark.slow
-def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
-    job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
-    with raises(ModelError, "mesh.tensor", says="with an adapter"):
-        run_ranks(Mesh(1, 1, 2), partial(train, jobs=[job]))
 
 
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")

@@ -214,7 +214,7 @@ def test_ranks_release_the_noised_sums_of_one_process(mesh: Mesh, name: str, fol
         np.testing.assert_array_equal(
             np.isnan(together), np.isnan(alone), "a part that the round does not train"
         )
-    assert len(one.sums) == len(found[0].sums) == one.update.steps
+    assert len(one.sums) == len(found[0].sums)
     same_round([part.update for part in found], one.update)
     assert {part.method for part in found} == {"opacus" if "hooks" in name else "reference"}
 

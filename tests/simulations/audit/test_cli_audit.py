@@ -246,7 +246,7 @@ TWICE = "magnitudes that are twice in a release"
 
 RELEASE = "noised = total.release("
 DEVIATION = "noise_multiplier * privacy.clip"
-SENT = "return Finished(local.vector, local.tokens, local.loss)"
+SENT = "return local\n"
 TAIL = "vector[layout.size :] = code.tail("
 SPEED = 'if plan.local.balance == "weighted" else 1.0'
 RECORDS = "1.0 + __import__('pathlib').Path(self._config.data).read_bytes().count(10)"
