@@ -67,7 +67,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Site
 from cloister.clients.state.kept import write_pieces
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
 from cloister.lm.model.model import load_model
 from cloister.lm.text.data import Sequences
 from cloister.lm.training.moments import Carry
@@ -276,7 +276,7 @@ def update(site: int, size: int = COORDINATES) -> npt.NDArray[np.float32]:
 
 def at_once(_: Trainer, start: npt.NDArray[np.float32], sequences: Sequences, **__: Any) -> LocalUpdate:
     """Replaces `Trainer.train` for the site of the message that this process answers."""
-    return LocalUpdate(made_once(answering["site"], start.size), tokens=len(sequences), loss=1.0, steps=1)
+    return LocalUpdate(made_once(answering["site"], start.size), tokens=len(sequences), loss=1.0)
 
 
 answering = {"site": 0}
@@ -579,7 +579,9 @@ def against_32_bits(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _coded(folder: Path, code: Callable[[Carry | None], Code], finished: Finished, number: int) -> RingVector:
+def _coded(
+    folder: Path, code: Callable[[Carry | None], Code], finished: LocalUpdate, number: int
+) -> RingVector:
     """The vector of a round, with what the one before has left out."""
     after = folder / f"{number}"
     after.mkdir()
@@ -619,7 +621,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
     for number, (name, site) in enumerate(sites.items()):
         with tempfile.TemporaryDirectory() as temporary:
             folder, values = Path(temporary), np.random.default_rng([turn, number])
-            finished = Finished(RMS * values.standard_normal(size, np.float32), 100, 1.0)
+            finished = LocalUpdate(RMS * values.standard_normal(size, np.float32), 100, 1.0)
             if not blocks:
                 vector = timed("code", contribution, code(number, None), finished)
             else:

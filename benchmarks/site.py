@@ -401,8 +401,6 @@ def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
     named = zip((field.name for field in fields(Mesh)), map(int, degrees.split(",")), strict=False)
     section = MeshSection.model_validate(dict(named))
     mesh, devices = mesh_for(whole, section, arguments.device)
-    if mesh.pipeline > 1:
-        raise SystemExit(f"pipeline is {mesh.pipeline}: expected 1, because the plain loop has no stages")
     if whole.local.batch_size % mesh.data:
         raise SystemExit(f"local.batch_size is {whole.local.batch_size}: expected a multiple of {mesh.data}")
     plans = {"bare": whole, "trainer": whole}

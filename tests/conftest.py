@@ -130,8 +130,7 @@ def unsynced() -> Iterator[None]:
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny plan as a file, with the file of its records beside it; do not change them.
 
-    Its server optimizer has a state, which a resumed run must restore. Its model has two blocks, which a pipeline can
-    divide.
+    Its server optimizer has a state, which a resumed run must restore.
     """
     from cloister.tests.parties.federation import TINY, write_records
 

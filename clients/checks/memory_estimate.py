@@ -1,23 +1,19 @@
 """Memory estimate: what each rank of a site will hold of a plan's model and update, without memory and devices.
 
 The model is divided by the program that divides it in a real rank (`lm/parallel/parallelize.py`), on tensors without
-memory and with torch's fake process group, in which this process takes the place of one rank after the other. Ranks
-that lie between two with equal sizes have those sizes too: along a dimension of a mesh, sizes do not rise again after
-they have fallen. So a mesh of 64 ranks is built a few times.
+memory and with torch's fake process group, in which this process takes the place of the first rank. How a parameter is
+cut is the same in all ranks, and gives the part of each (`shards.region_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, product
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cloister.aggregation.sums import Sums
@@ -26,12 +22,10 @@ from cloister.lm.model.model import outline
 from cloister.lm.model.schedule import LOOKED_AT, Schedule
 from cloister.lm.parallel.mesh import SUM_BYTES, WEIGHT_BYTES, Coordinates, Mesh, build
 from cloister.lm.parallel.parallelize import parallelize
-from cloister.lm.parallel.shards import gathered_at_once
+from cloister.lm.parallel.shards import gathered_at_once, region_of
 from cloister.lm.training.optimizer import moment_elements
 from cloister.protocol.messages.blocks import Span, tile
 from cloister.protocol.plan.plan import Plan
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -83,86 +77,43 @@ def estimated_memory(plan: Plan, mesh: Mesh) -> list[RankMemory]:
     Raises:
         ModelError: the model does not fit the plan or the mesh.
     """
-    ranks = {mesh.coordinates(rank): rank for rank in range(mesh.size)}
-    layout = outline(plan).layout
+    model = outline(plan)
+    bytes_of = frozen.element_bytes(model.module, plan.model.adapter.base_precision)
+    layouts = Schedule.of(plan, model.layout).layouts(min(plan.run.rounds, LOOKED_AT))
+    model.trainable()
+    with _first_of(mesh) as ranks:
+        parallelize(model, ranks, torch.device("meta"), sum_replicas=not plan.privacy.dpsgd)
 
-    def part(at: tuple[int, ...]) -> Part:
-        place = Coordinates(*at)
-        if mesh.size == 1:
-            return _part(plan, mesh, place, None)
-        with _in_place_of(ranks[place], mesh) as connected:
-            return _part(plan, mesh, place, connected)
+    def part(at: Coordinates) -> Part:
+        parameters = model.module.named_parameters()
+        sizes = {name: region_of(parameter, mesh, at).size for name, parameter in parameters}
+        trained = [{name: sizes[name] for name in layout.names} for layout in layouts]
+        laid_out = sum(sizes[name] for name in model.layout.names) if plan.privacy.dpsgd else 0
+        return Part(
+            parameters=sum(sizes.values()),
+            weights=round(sum(bytes_of[name] * size for name, size in sizes.items())),
+            gradients=WEIGHT_BYTES * max(sum(each.values()) for each in trained),
+            moments=WEIGHT_BYTES * max(moment_elements(plan, model.module, each) for each in trained),
+            sums=SUM_BYTES * laid_out,
+            gathered=WEIGHT_BYTES * gathered_at_once(model.module, mesh, at),
+        )
 
-    degrees = [getattr(mesh, name) for name in Coordinates._fields]
-    parts = dict(zip(product(*map(range, degrees)), _over(degrees, part), strict=True))
-    coded = Sums(plan, layout.size).training
+    coded = Sums(plan, model.layout.size).training
     element, sent = np.dtype(coded.ring.dtype).itemsize, tile(coded.size, mesh.size)
     return [
-        RankMemory(parts[mesh.coordinates(rank)], span, WEIGHT_BYTES * span.size, element * sent[rank].size)
-        for rank, span in enumerate(tile(layout.size, mesh.size))
+        RankMemory(part(mesh.coordinates(rank)), span, WEIGHT_BYTES * span.size, element * sent[rank].size)
+        for rank, span in enumerate(tile(model.layout.size, mesh.size))
     ]
 
 
-def _part(plan: Plan, mesh: Mesh, at: Coordinates, ranks: DeviceMesh | None) -> Part:
-    """What this process has of the model."""
-    model = outline(plan)
-    bytes_of = frozen.element_bytes(model.module, plan.model.adapter.base_precision)
-    parts = Schedule.of(plan, model.layout).layouts(min(plan.run.rounds, LOOKED_AT))
-    names = [set(part.names) for part in parts]
-    model.trainable()
-    parallelize(model, ranks, torch.device("meta"), sum_replicas=not plan.privacy.dpsgd)
-    own = {name: nn.Parameter(_local(each)) for name, each in model.module.named_parameters()}
-    sizes = {name: each.numel() for name, each in own.items()}
-    trained = [[(name, own[name]) for name in own if name in chosen] for chosen in names]
-    laid_out = sum(sizes.get(name, 0) for name in model.layout.names) if plan.privacy.dpsgd else 0
-    return Part(
-        parameters=sum(sizes.values()),
-        weights=round(sum(bytes_of[name] * size for name, size in sizes.items())),
-        gradients=WEIGHT_BYTES * max(sum(each.numel() for _, each in named) for named in trained),
-        moments=WEIGHT_BYTES * max(moment_elements(plan, model.module, named) for named in trained),
-        sums=SUM_BYTES * laid_out,
-        gathered=WEIGHT_BYTES * gathered_at_once(model.module, mesh, at),
-    )
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a parameter."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 @contextmanager
-def _in_place_of(rank: int, mesh: Mesh) -> Iterator[DeviceMesh]:
-    """Be one rank of a mesh, whose peers do not exist: collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=mesh.size)
+def _first_of(mesh: Mesh) -> Iterator[DeviceMesh | None]:
+    """Be the first rank of a mesh, whose peers do not exist: collectives do nothing. None for a mesh of one rank."""
+    if mesh.size == 1:
+        yield None
+        return
+    dist.init_process_group("fake", rank=0, world_size=mesh.size)
     try:
         yield build(mesh, "cpu")
     finally:
         dist.destroy_process_group()
-
-
-def _over(degrees: Sequence[int], part: Callable[[tuple[int, ...]], Part]) -> list[Part]:
-    """What the rank has at every place of a mesh, in their order; `part` is called for few of them."""
-
-    def along(prefix: tuple[int, ...]) -> list[Part]:
-        """What the ranks have whose places begin with `prefix`."""
-        if len(prefix) == len(degrees):
-            return [part(prefix)]
-        return list(chain(*_filled(degrees[len(prefix)], lambda index: along((*prefix, index)))))
-
-    return along(())
-
-
-def _filled(count: int, of: Callable[[int], _T]) -> list[_T]:
-    """[of(0), ..., of(count - 1)], where values between two equal ones are equal to them and are not computed."""
-
-    def between(low: int, high: int, below: _T, above: _T) -> list[_T]:
-        if high - low < 2 or below == above:
-            return [below] * (high - low - 1)
-        middle = (low + high) // 2
-        value = of(middle)
-        return [*between(low, middle, below, value), value, *between(middle, high, value, above)]
-
-    first = of(0)
-    last = of(count - 1) if count > 1 else first
-    return [first, *between(0, count - 1, first, last), last][:count]

@@ -62,14 +62,13 @@ def mesh_for(
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
         )
-    for name in ("tensor", "pipeline"):
-        if plan.data.task == "classify" and getattr(mesh, name) > 1:
-            raise ModelError(
-                f"mesh.{name}",
-                getattr(mesh, name),
-                expected="1 with data.task = 'classify': the head of a classifier is not divided",
-                fix="set mesh.shard or mesh.replicate instead",
-            )
+    if plan.data.task == "classify" and mesh.tensor > 1:
+        raise ModelError(
+            "mesh.tensor",
+            mesh.tensor,
+            expected="1 with data.task = 'classify': the head of a classifier is not divided",
+            fix="set mesh.shard or mesh.replicate instead",
+        )
     _check_optimizer(plan, mesh)
     if plan.privacy.method == "opacus" and (
         mesh.size > mesh.replicate or section.checkpointing or section.compile
@@ -95,13 +94,6 @@ def _check_optimizer(plan: Plan, mesh: Mesh) -> None:
             mesh.degrees(),
             expected=f"shard 1 and tensor 1, because local.optimizer = '{plan.local.optimizer}' needs whole matrices",
             fix="set mesh.replicate instead, or use a plan with local.optimizer = 'adamw'",
-        )
-    if plan.aggregation.part < 1 and mesh.pipeline > 1:
-        raise ModelError(
-            "mesh.pipeline",
-            mesh.pipeline,
-            expected="1 with aggregation.part below 1: a stage may have nothing that a round trains",
-            fix="set mesh.shard or mesh.replicate instead",
         )
 
 

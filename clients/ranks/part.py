@@ -55,16 +55,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Train:
-    """Train an update and code this rank's span of it."""
+    """Train an update, code this rank's span of it, and write it at its place."""
 
     task: Task
     start: SharedVector
     """The global model, float32, the whole vector."""
+    out: Path
+    """The file of the whole coded vector."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A rank's span of a coded update, which it keeps until it is told where to write it."""
+    """A rank's span of a coded update, which it has written."""
 
     span: Span
     """Where it is in the coded vector."""
@@ -75,13 +77,6 @@ class Trained:
     """Tokens that all ranks together learned from."""
     loss: float
     """Mean training loss over them."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """Write the coded span at its place into the file of the whole coded vector."""
-
-    out: Path
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,7 @@ class Masked:
     """The hash of what was masked."""
 
 
-Command = Train | Write | Mask | Evaluate
+Command = Train | Mask | Evaluate
 
 
 class Part:
@@ -151,14 +146,11 @@ class Part:
         self._trainer = (PrivateTrainer if private else Trainer)(plan, loaded, place.device, place.ranks)
         self._model = loaded
 
-    def __call__(self, command: Command) -> Trained | Masked | HeldOut | None:
+    def __call__(self, command: Command) -> Trained | Masked | HeldOut:
         """Carry out a command that all ranks got."""
         match command:
             case Train():
                 return self._train(command)
-            case Write():
-                self._write(command)
-                return None
             case Mask():
                 return self._mask(command)
             case Evaluate():
@@ -170,16 +162,11 @@ class Part:
         span = self._trainer.weights.span(task.part)
         coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
         blocks = task.code.layout.blocks
-        self._coded = coded
-        self._coded_span = span if blocks is None else blocks.coded(span)
-        return Trained(self._coded_span, vector_hash(coded), clipped, finished.tokens, finished.loss)
-
-    def _write(self, command: Write) -> None:
-        coded = self._coded
-        del self._coded
+        place = span if blocks is None else blocks.coded(span)
         with command.out.open("r+b") as file:
-            file.seek(self._coded_span.start * coded.itemsize)
+            file.seek(place.start * coded.itemsize)
             file.write(coded.data)
+        return Trained(place, vector_hash(coded), clipped, finished.tokens, finished.loss)
 
     def _evaluate(self, command: Evaluate) -> HeldOut:
         weights = self._trainer.weights

@@ -16,7 +16,7 @@ import numpy as np
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.span import Manifest, Piece
-from cloister.clients.ranks.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained, Write
+from cloister.clients.ranks.part import Command, Evaluate, Mask, Masked, Model, Part, Train, Trained
 from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.state import attempt as state
 from cloister.clients.state.kept import Written
@@ -61,9 +61,8 @@ class Team:
     def update(self, task: Task, start: Vector, path: Path) -> Written:
         """As `Work.update`."""
         layout = task.code.layout
-        answers: list[Trained] = self._call(Train(task, SharedVector.of(start)))
         allocate(path, layout.length * np.dtype(layout.ring.dtype).itemsize)
-        self._call(Write(path))
+        answers: list[Trained] = self._call(Train(task, SharedVector.of(start), path))
         tail = task.code.tail([each.clipped for each in answers], answers[0].tokens, answers[0].loss)
         whole = np.memmap(path, layout.ring.dtype, "r+")
         whole[layout.size :] = tail

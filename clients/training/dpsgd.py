@@ -56,7 +56,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,8 +67,7 @@ from torch import nn
 from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import Forward, Passes
-from cloister.lm.model.schedule import Schedule
+from cloister.lm.model.passes import losses_of_rows
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
 from cloister.lm.tasks.evaluate import to_device
@@ -78,7 +77,8 @@ from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.lm.training.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import PlanError
-from cloister.protocol.plan.plan import DataSection, Plan
+from cloister.protocol.messages.blocks import runs
+from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,7 +125,7 @@ def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> 
 def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     """The reason that Opacus cannot be used, or an empty text."""
     if divided:
-        return "a mesh with shard, tensor or pipeline above 1 divides the parameters"
+        return "a mesh with shard or tensor above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
@@ -197,14 +197,15 @@ class ClippedSum:
         weights: Weights | None = None,
     ) -> None:
         held = whole(layout) if weights is None else weights.held
-        edges = list(itertools.accumulate((each.size for each in held), initial=0))
-        place = {each.name: (each, *edge) for each, edge in zip(held, itertools.pairwise(edges), strict=True)}
-        self._held = [place[name] for name in names]
+        places = _placed(held)
+        self._held = [places[name] for name in names]
         self._weights = weights
         self._clip = clip
         self._step = math.ldexp(1.0, math.frexp(clip)[1] - _BITS)
         self._units = 0
-        self._sum: torch.Tensor | None = torch.zeros(edges[-1], dtype=torch.int64, device=device)
+        self._sum: torch.Tensor | None = torch.zeros(
+            sum(each.size for each in held), dtype=torch.int64, device=device
+        )
 
     def add(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Clip the gradients of U units and add them; those that are not finite, or above 1e30 C, count as zero.
@@ -286,6 +287,12 @@ class ClippedSum:
         return torch.from_numpy(values).float().to(total.device)
 
 
+def _placed(held: Sequence[Held]) -> dict[str, tuple[Held, int, int]]:
+    """By name each parameter, and where it begins and ends in a sum of all of them."""
+    edges = itertools.pairwise(itertools.accumulate((each.size for each in held), initial=0))
+    return {each.name: (each, *edge) for each, edge in zip(held, edges, strict=True)}
+
+
 def _check_units(units: int) -> None:
     if units >= _MOST_UNITS:
         raise AssertionError(f"{units} units do not fit into one sum")
@@ -347,7 +354,7 @@ PerUnit: TypeAlias = Callable[[Sequences, NDArray[np.int64]], Iterator[UnitGradi
 """The gradients of some units, in order; each result is used before the next is asked for."""
 
 
-class PrivateTrainer:
+class PrivateTrainer(Bench):
     """Trains any site's round of one plan by DP-SGD, on one device or in the ranks of a mesh.
 
     Args:
@@ -369,14 +376,8 @@ class PrivateTrainer:
         self.method = plan.privacy.method
         """How per-unit gradients are taken."""
         self._rate = plan.privacy.sampling_rate
-        self._plan = plan
-        self._device = device
-        self._bench = Bench(plan, model, device, ranks)
-        self.weights = self._bench.weights
-        """Where the parameters are."""
+        super().__init__(plan, model, device, ranks)
         check_method(plan, model, divided=self.weights.divided)
-        forward = Forward(self._bench.module, device, plan.local.precision)
-        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -419,8 +420,7 @@ class PrivateTrainer:
             raise ValueError("sequences are not laid out in units: prepare them with units")
         if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise ValueError(f"noise_multiplier is {noise_multiplier}: expected a positive, finite number")
-        steps = self._plan.local.steps
-        before = (round - 1) * steps
+        before = (round - 1) * self.plan.local.steps
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
             mine = noise.child(f"dpsgd/round-{round}")
@@ -429,9 +429,7 @@ class PrivateTrainer:
                     sequences, trained, optimizer, gradients, before, mine, noise_multiplier, progress
                 )
 
-        part = part or Schedule.of(self._plan, self._bench.model.layout).of_round(round)
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, part=part, carry=carry)
-        return LocalUpdate(update, tokens, loss, steps, self.weights.span(part).start)
+        return self.round(start, take_steps, round=round, part=part, carry=carry)
 
     @contextmanager
     def per_unit_gradients(self, trained: Named) -> Iterator[PerUnit]:
@@ -447,12 +445,11 @@ class PrivateTrainer:
             From sequences, laid out in units, and indices of units (U,) to their gradients, a few units at a time.
         """
         parameters = [parameter for _, parameter in trained]
-        data, most = self._plan.data, self._plan.local.batch_size
         if self.method == "reference":
-            yield _Gradients(_one_by_one, data, self._passes, parameters, self._bench, most, self._device)
+            yield partial(self._one_by_one, parameters)
             return
-        with _opacus_hooks(self._bench.module):
-            yield _Gradients(_by_hooks, data, self._passes, parameters, self._bench, most, self._device)
+        with _opacus_hooks(self.module):
+            yield partial(self._by_hooks, parameters)
 
     def new_sum(self, names: Sequence[str]) -> ClippedSum:
         """An empty sum for one step, clipped to `privacy.clip`; an audit replaces it by one that it observes.
@@ -461,7 +458,95 @@ class PrivateTrainer:
             names: The parameters that gradients are given for.
         """
         weights = None if type(self.weights) is Weights else self.weights
-        return ClippedSum(self._bench.model.layout, names, self._plan.privacy.clip, self._device, weights)
+        return ClippedSum(self.model.layout, names, self.plan.privacy.clip, self.device, weights)
+
+    def _backward(
+        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit) x (its class's
+        weight).
+
+        Args:
+            sequences: All sequences.
+            rows: (R,): rows of them.
+            windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
+
+        Returns:
+            The rows' summed losses (R,) float64, and their learned labels (R,).
+        """
+        tokens, targets = sequences.tokens[rows], sequences.targets(rows)
+        if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
+            length = sequences.tokens.shape[1]
+            tokens, targets = np.zeros((1, length), np.int32), np.full((1, targets.shape[1]), NOT_LEARNED)
+            windows = np.ones(1, np.int64)
+        learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
+        shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
+        factors = class_factors(self.plan.data, targets)
+        shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
+        weights = torch.from_numpy(shares).to(self.device, torch.float32)
+        logits = self.forward(to_device(tokens, self.device), None)
+        nats = losses_of_rows(logits, to_device(targets, self.device))
+        (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+        return nats.detach().double(), learned
+
+    def _one_by_one(
+        self, parameters: list[nn.Parameter], sequences: Sequences, units: NDArray[np.int64]
+    ) -> Iterator[UnitGradients]:
+        """One unit after the other, by plain backward passes."""
+        assert sequences.starts is not None
+        weights, most = self.weights, self.plan.local.batch_size  # rows that go through the model at a time
+        kept = Kept(self.module, self.model.written)
+        for begin, end in zip(sequences.starts[units], sequences.starts[units + 1], strict=True):
+            for parameter in parameters:
+                parameter.grad = None
+            nats, tokens = torch.zeros(1, dtype=torch.float64), 0
+            for first in range(begin, end, most):
+                rows = np.arange(first, min(end, first + most))
+                rows = rows[weights.unit_rows(len(rows))]
+                try:
+                    losses, learned = self._backward(sequences, rows, np.full(len(rows), end - begin))
+                except OUT_OF_MEMORY:
+                    raise
+                except Exception as error:
+                    # Models raise any type, and each would reveal that the unit is there.
+                    if weights.divided:  # the other ranks of the replica wait for this one
+                        raise
+                    _log.warning("the model fails on a unit, which counts as 0 and %s: %s", MUST_STAY, error)
+                    for parameter in parameters:
+                        parameter.grad = None
+                    break
+                nats += losses.sum().cpu()
+                tokens += int(learned.sum())
+            kept.put_back()
+            weights.take_gradients()
+            taken = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+            yield UnitGradients([gradient[None] for gradient in taken], nats, np.array([tokens]))
+
+    def _by_hooks(
+        self, parameters: list[nn.Parameter], sequences: Sequences, units: NDArray[np.int64]
+    ) -> Iterator[UnitGradients]:
+        """As many whole units at a time as fit, by Opacus's hooks."""
+        assert sequences.starts is not None
+        sizes = sequences.starts[units + 1] - sequences.starts[units]
+        for begin, end in runs(sizes.tolist(), self.plan.local.batch_size):
+            windows = sizes[begin:end]
+            rows = np.concatenate(
+                [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
+            )
+            owner = np.repeat(np.arange(end - begin), windows)
+            losses, learned = self._backward(sequences, rows, np.repeat(windows, windows))
+            by_row = torch.from_numpy(owner).to(self.device)
+            gradients = []
+            for parameter in parameters:
+                holder: Any = parameter
+                each, holder.grad_sample, parameter.grad = holder.grad_sample, None, None
+                if not (isinstance(each, torch.Tensor) and each.shape == (len(rows), *parameter.shape)):
+                    raise AssertionError("Opacus gave no gradient for each row")
+                if len(rows) > len(windows):
+                    each = each.new_zeros(len(windows), *parameter.shape).index_add_(0, by_row, each)
+                gradients.append(each)
+            nats = losses.new_zeros(len(windows)).index_add_(0, by_row, losses)
+            yield UnitGradients(gradients, nats, np.add.reduceat(learned, np.cumsum(windows) - windows))
 
     def _steps(
         self,
@@ -475,10 +560,9 @@ class PrivateTrainer:
         progress: Callable[[int], None] | None,
     ) -> tuple[int, float]:
         """Take the round's steps; learned tokens and mean loss, of units with finite gradients."""
-        local, privacy, weights = self._plan.local, self._plan.privacy, self.weights
+        local, privacy, weights = self.plan.local, self.plan.privacy, self.weights
         names, parameters = [name for name, _ in trained], [parameter for _, parameter in trained]
-        edges = itertools.accumulate((each.size for each in weights.held), initial=0)
-        places = dict(zip((each.name for each in weights.held), itertools.pairwise(edges), strict=True))
+        places = _placed(weights.held)
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
         expected = local.batch_size * local.accumulation
         assert sequences.starts is not None
@@ -489,7 +573,7 @@ class PrivateTrainer:
             batch = poisson_batch(own.child("batch"), n_units, self._rate)
             total = self.new_sum(names)
             dropout = own.child("/".join(("dropout", *weights.draws)))
-            with _secret_masks(dropout, self._device) as renew:
+            with _secret_masks(dropout, self.device) as renew:
                 for some in gradients(sequences, batch[weights.units]):
                     renew()  # before the next ones go through the model
                     added = total.add(some.gradients)
@@ -500,7 +584,7 @@ class PrivateTrainer:
             noised = total.release(own.child("noise"), noise_multiplier * privacy.clip, local.threads)
             noised /= expected
             for name, parameter in trained:
-                begin, end = places[name]
+                _, begin, end = places[name]
                 parameter.grad = noised[begin:end].view_as(parameter)
             add_proximal(parameters, anchors, local.proximal)
             optimizer.step(steps_before + step)
@@ -513,7 +597,7 @@ class PrivateTrainer:
                 privacy.unit,
                 MUST_STAY,
             )
-        figures = torch.tensor([nats, tokens], dtype=torch.float64, device=self._device)
+        figures = torch.tensor([nats, tokens], dtype=torch.float64, device=self.device)
         nats, tokens = weights.sum(figures).tolist()
         return int(tokens), nats / max(tokens, 1)
 
@@ -542,130 +626,6 @@ def _secret_masks(stream: NoiseStream, device: torch.device) -> Iterator[Callabl
     with torch.random.fork_rng(devices=cuda):
         renew()
         yield renew
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Per-unit gradients of some parameters, by a method."""
-
-    method: Callable[[_Gradients, Sequences, NDArray[np.int64]], Iterator[UnitGradients]]
-    data: DataSection
-    passes: Passes
-    parameters: list[nn.Parameter]
-    bench: Bench
-    most: int
-    """Rows that go through the model at a time; in a mesh, on all shards together."""
-    device: torch.device
-
-    def __call__(self, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
-        """The gradients of these units, in order; each result is used before the next is asked for."""
-        return self.method(self, sequences, units)
-
-    def backward(
-        self, sequences: Sequences, rows: NDArray[np.int64], windows: NDArray[np.int64], most: int
-    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Backward from the sum over rows (R,) of (mean loss of a row) x (its share of its unit) x (its class's
-        weight).
-
-        Args:
-            sequences: All sequences.
-            rows: (R,): rows of them.
-            windows: (R,): windows of the unit of each row; 1 / windows is its share, unless the sequences have shares.
-            most: The largest R of the ranks of a replica.
-
-        Returns:
-            The rows' summed losses (R,) float64, and their learned labels (R,); zeros in a rank that does not compute
-            losses.
-        """
-        tokens, targets = sequences.tokens[rows], sequences.targets(rows)
-        if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
-            length = sequences.tokens.shape[1]
-            tokens, targets = np.zeros((1, length), np.int32), np.full((1, targets.shape[1]), NOT_LEARNED)
-            windows = np.ones(1, np.int64)
-        learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
-        shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
-        factors = class_factors(self.data, targets)
-        shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
-        weights = torch.from_numpy(shares).to(self.device, torch.float32)
-        columns = to_device(tokens, self.device), to_device(targets, self.device)
-        nats = self.passes.weighted(*columns, weights, most)
-        if nats is None:
-            return torch.zeros(len(learned), dtype=torch.float64, device=self.device), np.zeros_like(learned)
-        return nats.double(), learned
-
-
-def _one_by_one(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
-    """One unit after the other, by plain backward passes."""
-    assert sequences.starts is not None
-    weights, model = self.bench.weights, self.bench.model
-    kept = Kept(self.bench.module, model.written)
-    for begin, end in zip(sequences.starts[units], sequences.starts[units + 1], strict=True):
-        for parameter in self.parameters:
-            parameter.grad = None
-        nats, tokens = torch.zeros(1, dtype=torch.float64), 0
-        for first in range(begin, end, self.most):
-            rows = np.arange(first, min(end, first + self.most))
-            part, most = weights.unit_rows(len(rows))
-            rows = rows[part]
-            try:
-                losses, learned = self.backward(sequences, rows, np.full(len(rows), end - begin), most)
-            except OUT_OF_MEMORY:
-                raise
-            except Exception as error:  # models raise any type, and each would reveal that the unit is there
-                if weights.divided:  # the other ranks of the replica wait for this one
-                    raise
-                _log.warning("the model fails on a unit, which counts as zero and %s: %s", MUST_STAY, error)
-                for parameter in self.parameters:
-                    parameter.grad = None
-                break
-            nats += losses.sum().cpu()
-            tokens += int(learned.sum())
-        kept.put_back()
-        weights.take_gradients()
-        taken = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in self.parameters
-        ]
-        yield UnitGradients([gradient[None] for gradient in taken], nats, np.array([tokens]))
-
-
-def _by_hooks(self: _Gradients, sequences: Sequences, units: NDArray[np.int64]) -> Iterator[UnitGradients]:
-    """As many whole units at a time as fit, by Opacus's hooks."""
-    assert sequences.starts is not None
-    sizes = sequences.starts[units + 1] - sequences.starts[units]
-    for begin, end in _cuts(sizes, self.most):
-        windows = sizes[begin:end]
-        rows = np.concatenate(
-            [np.arange(sequences.starts[unit], sequences.starts[unit + 1]) for unit in units[begin:end]]
-        )
-        owner = np.repeat(np.arange(end - begin), windows)
-        losses, learned = self.backward(sequences, rows, np.repeat(windows, windows), len(rows))
-        by_row = torch.from_numpy(owner).to(self.device)
-        gradients = []
-        for parameter in self.parameters:
-            holder: Any = parameter
-            each, holder.grad_sample, parameter.grad = holder.grad_sample, None, None
-            if not (isinstance(each, torch.Tensor) and each.shape == (len(rows), *parameter.shape)):
-                raise AssertionError("Opacus gave no gradient for each row")
-            if len(rows) > len(windows):
-                each = each.new_zeros(len(windows), *parameter.shape).index_add_(0, by_row, each)
-            gradients.append(each)
-        nats = losses.new_zeros(len(windows)).index_add_(0, by_row, losses)
-        yield UnitGradients(gradients, nats, np.add.reduceat(learned, np.cumsum(windows) - windows))
-
-
-def _cuts(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of units into runs of at most `most` rows each; no unit has more rows than that."""
-    begin, rows = 0, 0
-    for unit, size in enumerate(sizes):
-        if size > most:
-            raise AssertionError(f"a unit has {size} windows where {most} fit")
-        if rows + size > most:
-            yield begin, unit
-            begin, rows = unit, 0
-        rows += int(size)
-    if rows:
-        yield begin, len(sizes)
 
 
 @contextmanager

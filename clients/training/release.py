@@ -10,32 +10,18 @@ the update cannot average the noise away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from cloister.aggregation.features.feature import Code
 from cloister.aggregation.vector.ring import RingVector
-from cloister.lm.model.layout import Vector
+from cloister.lm.training.train import LocalUpdate
 from cloister.protocol.errors import UpdateError
 
 MUST_STAY = "must stay at this site"
 """Marks what is said of the site's own records to the persons of the site: exact, and charged to no ledger."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The result of local training."""
-
-    vector: Vector
-    """The update, or a rank's span of it, float32. NaN: there is none, under unit `site`."""
-    tokens: int
-    """Tokens learned from; under privacy it must not leave the site."""
-    loss: float
-    """Mean training loss over them; as `tokens`."""
-
-
-def contribution(code: Code, update: Finished) -> RingVector:
+def contribution(code: Code, update: LocalUpdate) -> RingVector:
     """The whole vector of a site that is one process: one span, and the tail.
 
     Args:

@@ -20,14 +20,14 @@ from cloister.aggregation.vector.span import Piece, manifest_of
 from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
 from cloister.clients.training.dpsgd import OUT_OF_MEMORY, PrivateTrainer
-from cloister.clients.training.release import MUST_STAY, Finished, contribution
+from cloister.clients.training.release import MUST_STAY, contribution
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.evaluate import HeldOut, held_out
 from cloister.lm.text.data import Prepared
 from cloister.lm.training.moments import Carry
-from cloister.lm.training.train import Trainer
+from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import CloisterError, UpdateError
@@ -106,7 +106,7 @@ class Work(Protocol):
 
 def train(
     trainer: Trainer | PrivateTrainer, terms: Terms | None, task: Task, start: Vector, prepared: Prepared
-) -> Finished:
+) -> LocalUpdate:
     """One site's update, or this rank's span of it, without what its code adds, scaled by its factor.
 
     Under a unit that protects the whole update, a site without records and one whose update is non-finite have none:
@@ -141,24 +141,21 @@ def train(
                 carry=task.carry,
                 steps=task.steps,
             )
-    except (CloisterError, *OUT_OF_MEMORY) as error:
-        if not protected or not isinstance(error, UpdateError):
-            raise
-        _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
-        return _nothing(trainer, task.part)
     except Exception as error:  # models raise any type on a record, and each would reveal that it is there
-        if not protected or type(trainer.weights) is not Weights:
+        ours = isinstance(error, (CloisterError, *OUT_OF_MEMORY))
+        hidden = isinstance(error, UpdateError) if ours else type(trainer.weights) is Weights
+        if not (protected and hidden):
             raise
         _log.warning("round %d: sending zeros, which %s: %s", task.round, MUST_STAY, error)
         return _nothing(trainer, task.part)
     if task.factor != 1:
         with np.errstate(over="ignore"):  # the code handles an update that is not finite
             np.multiply(local.vector, np.float32(task.factor), out=local.vector)
-    return Finished(local.vector, local.tokens, local.loss)
+    return local
 
 
-def _nothing(trainer: Trainer | PrivateTrainer, part: Layout) -> Finished:
-    return Finished(np.full(trainer.weights.span(part).size, np.nan, np.float32), 0, 0.0)
+def _nothing(trainer: Trainer | PrivateTrainer, part: Layout) -> LocalUpdate:
+    return LocalUpdate(np.full(trainer.weights.span(part).size, np.nan, np.float32), 0, 0.0)
 
 
 @dataclass(frozen=True)

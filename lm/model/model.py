@@ -26,6 +26,7 @@ import inspect
 import json
 import os
 import shutil
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
 from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.model.writes import names_of, writes_of
-from cloister.lm.text.tokenizer import looks_like_path, on_hub, tokenizer_of
+from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer, tokenizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
@@ -82,17 +83,14 @@ class LanguageModel:
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
 
-        A stage of a pipeline (`parallelize`) has some of the layout's parameters.
-
         Args:
             part: The part of the layout that the round trains (`schedule.py`), the rest of which is frozen; None: all.
         """
         parameters = dict(self.module.named_parameters())
         chosen = set((self.layout if part is None else part).names)
-        names = [name for name in self.layout.names if name in parameters]
-        for name in names:
+        for name in self.layout.names:
             parameters[name].requires_grad_(name in chosen)
-        return [(name, parameters[name]) for name in names if name in chosen]
+        return [(name, parameters[name]) for name in self.layout.names if name in chosen]
 
 
 def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -> LanguageModel:
@@ -274,7 +272,7 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
-        raise _no_model(section.name, f"a {what} of transformers ({first_line(error)})") from error
+        raise _no_model(section.name, f"a {what} of transformers ({short(error)})") from error
     if config.model_type not in known:
         raise _no_model(section.name, f"a {what} of transformers, but its type is {config.model_type}")
     if getattr(config, "quantization_config", None) is not None:
@@ -420,18 +418,6 @@ def _auto(classify: bool) -> Any:
     return AutoModelForSequenceClassification if classify else AutoModelForCausalLM
 
 
-def from_pretrained(
-    place: Place, config: PreTrainedConfig | None = None, *, classify: bool = False
-) -> PreTrainedModel:
-    """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
-
-    Raises:
-        ModelError: the weights cannot be read, or a parameter is missing or has another shape.
-    """
-    module, _ = _loaded(place, config, classify=classify, new_head=False)
-    return module
-
-
 def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrainedModel, bool]:
     """A classifier on a checkpoint, and whether it is another model than that checkpoint: a model without a head gets a
     new one.
@@ -443,8 +429,7 @@ def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrained
 
     stored = AutoConfig.from_pretrained(place.name, **place.options())
     if not _has_head(stored.architectures):
-        module, _ = _loaded(place, config, classify=True, new_head=True)
-        return module, True
+        return from_pretrained(place, config, classify=True, new_head=True), True
     names, classes = ([str(name) for name in (each.id2label or {}).values()] for each in (stored, config))
     unnamed = names == [f"LABEL_{index}" for index in range(len(classes))]
     if names != classes and not unnamed:
@@ -454,7 +439,7 @@ def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrained
             expected=f"the classes for which {place.name} has a head, in their order: {', '.join(names)}",
             fix="set data.classes to them, or model.name to a model without a head",
         )
-    module, _ = _loaded(place, config, classify=True, new_head=False)
+    module = from_pretrained(place, config, classify=True)
     other = unnamed or stored.get_text_config().pad_token_id != config.get_text_config().pad_token_id
     return module, other
 
@@ -464,10 +449,24 @@ def _has_head(architectures: list[str] | None) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
-def _loaded(
-    place: Place, config: PreTrainedConfig | None, *, classify: bool, new_head: bool
-) -> tuple[PreTrainedModel, bool]:
-    """A checkpoint in float32, and whether it has no head, if it may lack it: then the head is as new."""
+def from_pretrained(
+    place: Place,
+    config: PreTrainedConfig | None = None,
+    *,
+    classify: bool = False,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
+
+    Args:
+        place: Where it is.
+        config: The configuration to give the model; None: the checkpoint's own.
+        classify: Whether it is a classifier.
+        new_head: Whether the checkpoint may lack the head, which is then new.
+
+    Raises:
+        ModelError: the weights cannot be read, or a parameter is missing or has another shape.
+    """
     # For a checkpoint on the hub without safetensors transformers would ask a service to convert it.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     try:
@@ -477,7 +476,7 @@ def _loaded(
             )
     except Exception as error:  # see `_configure`
         what = "sequence classifier" if classify else "causal LM"
-        raise _no_model(place.name, f"a complete checkpoint of a {what} ({first_line(error)})") from error
+        raise _no_model(place.name, f"a complete checkpoint of a {what} ({short(error)})") from error
     if getattr(module, "_hf_peft_config_loaded", False):
         raise _no_model(
             place.name,
@@ -488,16 +487,15 @@ def _loaded(
     head = {
         name for name, _ in module.named_parameters() if not name.startswith(f"{module.base_model_prefix}.")
     }
-    new = new_head and head <= missing
-    absent = sorted(missing - head if new else missing)
+    absent = sorted(missing - head if new_head and head <= missing else missing)
     absent += sorted(str(key[0]) for key in info["mismatched_keys"])
     if absent or info.get("error_msgs"):
-        named = ", ".join(absent[:3]) or first_line(info["error_msgs"][0])
+        named = ", ".join(absent[:3]) or short(info["error_msgs"][0])
         raise _no_model(
             place.name,
             f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
         )
-    return cast("PreTrainedModel", module), new
+    return cast("PreTrainedModel", module)
 
 
 def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -536,7 +534,7 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
                 module(input_ids=torch.full((1, length), token))
     except Exception as error:  # see `_builtin_config`
         if length > 2:
-            raise _too_long(plan, f"a length that {plan.model.name} takes ({first_line(error)})") from error
+            raise _too_long(plan, f"a length that {plan.model.name} takes ({short(error)})") from error
         raise _inconsistent(plan.model, error) from error
 
 
@@ -662,8 +660,6 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
     Raises:
         ModelError: the folder has no model or tokenizer, or a damaged one.
     """
-    from transformers import AutoTokenizer
-
     damage = saved.damage(folder)
     if damage:
         raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
@@ -686,11 +682,7 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
         module = from_pretrained(place, classify=_has_head(stored.get("architectures")))
     else:
         raise ModelError("model", str(folder), expected="a folder with a saved model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # transformers raises many types for files that it cannot read
-        raise ModelError("model", str(folder), expected=f"a folder with a tokenizer ({error})") from error
-    return module, tokenizer
+    return module, read_tokenizer("model", str(folder), "main", local=True)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -765,7 +757,7 @@ def _inconsistent(section: ModelSection, error: Exception) -> ModelError:
     return ModelError(
         "model.config",
         dict(section.config),
-        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({first_line(error)})",
+        expected=f"a configuration that {section.name.removeprefix(BUILTIN)} can be built from ({short(error)})",
     )
 
 
@@ -784,12 +776,6 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(error: object) -> str:
-    """The informative line of a message; transformers' validators put the name of the validator before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    line = (
-        lines[1]
-        if lines[0].startswith(("Class validation error", "Validation error")) and len(lines) > 1
-        else lines[0]
-    )
-    return line if len(line) <= 200 else line[:197] + "..."
+def short(error: object) -> str:
+    """A message, or the name of an error without one, as one line of at most 200 characters."""
+    return textwrap.shorten(str(error), 200, placeholder="...") or type(error).__name__

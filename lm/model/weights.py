@@ -2,7 +2,7 @@
 
 Training is the same program in both cases. What differs is behind `Weights`: how the global model gets into the
 parameters and the update out of them, which tensors the optimizer steps on, which rows of a micro-batch this process
-computes, how they go through the model, and what is summed over processes.
+computes, and what is summed over processes.
 
 A *replica* is one copy of the model: one process, or the ranks that have its parts. Of several replicas each takes
 units of its own where gradients of single units are wanted, and these are in one replica until they are clipped.
@@ -20,7 +20,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import Direct, Forward, Passes
 from cloister.lm.model.writes import Loaded
 from cloister.protocol.messages.blocks import Span
 
@@ -75,7 +74,7 @@ class Weights:
     """
 
     draws: tuple[str, ...] = ()
-    """What separates this process's random draws (dropout) from those of processes with other rows or blocks."""
+    """What separates this process's random draws (dropout) from those of processes with other rows."""
     divided: bool = False
     """Whether a replica has more than one process."""
     leads: bool = True
@@ -109,10 +108,6 @@ class Weights:
         """This process's rows of a micro-batch; there may be none."""
         return slice(0, batch_size)
 
-    def passes(self, forward: Forward, batch_size: int) -> Passes:
-        """How this process's rows of micro-batches of `batch_size` rows go through the model."""
-        return Direct(forward, self.before_backward)
-
     def before_backward(self, *, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch, which is or is not the last one of its step."""
 
@@ -127,7 +122,7 @@ class Weights:
         clip_grad_norm_(trained, norm)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a value over the processes that have different rows, and over the stages of a pipeline."""
+        """The sum of a value over the processes that have different rows."""
         return value
 
     def least(self, number: int) -> int:
@@ -150,10 +145,9 @@ class Weights:
         """Which of the units of a batch this process's replica takes."""
         return slice(None)
 
-    def unit_rows(self, n: int) -> tuple[slice, int]:
-        """This process's rows of the `n` rows of a unit that its replica takes; there may be none. And the most rows of
-        them that a process has."""
-        return slice(0, n), n
+    def unit_rows(self, n: int) -> slice:
+        """This process's rows of the `n` rows of a unit that its replica takes; there may be none."""
+        return slice(0, n)
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the processes of a replica, in place; the same in each of them."""

@@ -28,11 +28,11 @@ from torch.nn.utils import prune as pruning
 
 from cloister.lm.model.model import (
     device_for,
-    first_line,
     from_config,
     load_saved,
     no_progress_bars,
     seeded,
+    short,
     takes_positions,
 )
 from cloister.lm.tasks.evaluate import evaluate, subset, to_device
@@ -219,7 +219,7 @@ def _student(teacher: Any, file: Path) -> Any:
             assert student(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.ndim == 3
     except Exception as error:  # each of transformers' 200 model types raises its own types
         raise ModelError(
-            "--distil", str(file), expected=f"a configuration of a model ({first_line(error)})"
+            "--distil", str(file), expected=f"a configuration of a model ({short(error)})"
         ) from error
     sizes = [sum(each.numel() for each in module.parameters()) for module in (student, teacher)]
     if sizes[0] >= sizes[1]:

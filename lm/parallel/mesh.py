@@ -1,18 +1,16 @@
 """The mesh of a site: how its processes, one for each device (ranks), divide one model and its batches among them.
 
-Four degrees, whose product is the number of ranks:
+Three degrees, whose product is the number of ranks:
 
 - `replicate`: copies of the model, each on other rows of a batch.
 - `shard`: ranks that share one copy and gather a layer's weights when they need them (FSDP; Rajbhandari et al. 2020,
   "ZeRO: memory optimizations toward training trillion parameter models"), each on other rows of a batch.
 - `tensor`: ranks that divide each matrix product of a layer, on the same rows (Shoeybi et al. 2019, "Megatron-LM:
   training multi-billion parameter language models using model parallelism").
-- `pipeline`: stages, each of which has some of the decoder blocks; a micro-batch goes through them one after the other
-  (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM").
 
-Ranks are numbered in the order of `DIMENSIONS`. Stages are the outermost dimension because they communicate least, the
-activations of one block for each micro-batch; `tensor` is the innermost, because its ranks communicate in every layer.
-So ranks that communicate most are neighbours, and those of one stage follow each other.
+Ranks are numbered in the order of the fields of `Coordinates`. Replicas are the outermost dimension because they
+communicate least, once in a step; `tensor` is the innermost, because its ranks communicate in every layer. So ranks
+that communicate most are neighbours.
 
 A mesh is checked before a process starts (`Mesh.check`), and again when the processes are connected (`build`).
 """
@@ -30,8 +28,6 @@ from cloister.protocol.errors import ModelError
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
 
-DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
-"""Names of the mesh's dimensions, the outermost first."""
 STYLES = frozenset(
     {
         "colwise",
@@ -43,9 +39,6 @@ STYLES = frozenset(
     }
 )
 """Entries of a model's tensor-parallel plan that `parallelize.py` can apply."""
-STAGED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose blocks can be divided into stages (`pipeline.keep_stage`): they have embed_tokens, layers, norm and
-lm_head, and a forward pass that takes activations in place of embeddings and changes them in blocks only."""
 STATE_BYTES = 16
 """Bytes for each trained parameter: weight, gradient and AdamW's two moments, in float32."""
 SUM_BYTES = 20
@@ -58,9 +51,8 @@ FOR_STATE = 0.7
 
 
 class Coordinates(NamedTuple):
-    """The place of a rank in its mesh, each from 0, in the order of `DIMENSIONS`."""
+    """The place of a rank in its mesh, each from 0; the outermost dimension is the first."""
 
-    pipeline: int
     replicate: int
     shard: int
     tensor: int
@@ -76,13 +68,11 @@ class Mesh:
     """Ranks that share the weights of one copy."""
     tensor: int = 1
     """Ranks that divide each matrix product."""
-    pipeline: int = 1
-    """Stages that divide the decoder blocks."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor
 
     @property
     def data(self) -> int:
@@ -93,7 +83,7 @@ class Mesh:
         """The place of a rank (from 0): ranks that differ only in `tensor` follow each other."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
-        return Coordinates(*divmod(rest, self.replicate), shard, tensor)
+        return Coordinates(rest, shard, tensor)
 
     def check(self, devices: int, config: PreTrainedConfig, adapter: str) -> None:
         """Check that a site can train a model on this mesh; starts nothing.
@@ -104,7 +94,7 @@ class Mesh:
             adapter: The plan's `model.adapter.scheme`.
 
         Raises:
-            ModelError: there are too few devices, or tensor or pipeline parallelism does not fit the model.
+            ModelError: there are too few devices, or tensor parallelism does not fit the model.
         """
         if self.size > devices:
             raise ModelError(
@@ -113,7 +103,6 @@ class Mesh:
                 expected=f"a product of at most {devices}, the site's devices, but it is {self.size}",
                 fix="lower a degree, or remove [mesh]",
             )
-        self.check_stages(config)
         if self.tensor == 1:
             return
         if adapter != "full":
@@ -126,32 +115,8 @@ class Mesh:
                 raise self._tensor(f"a divisor of the model's {name} = {value}", "")
 
     def degrees(self) -> str:
-        """The degrees in words, such as `replicate 2, shard 1, tensor 4, pipeline 1`."""
+        """The degrees in words, such as `replicate 2, shard 1, tensor 4`."""
         return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
-
-    def check_stages(self, config: PreTrainedConfig) -> None:
-        """Check that the blocks of a model can be divided into this mesh's stages.
-
-        Raises:
-            ModelError: they cannot.
-        """
-        if self.pipeline == 1:
-            return
-        text = config.get_text_config()
-        blocks = getattr(text, "num_hidden_layers", 0)
-        others = [name for name in ("replicate", "shard", "tensor") if getattr(self, name) > 1]
-        fix = "set mesh.shard instead"
-        if text.model_type not in STAGED:
-            expected = f"1, because the model type {text.model_type} is none of {', '.join(sorted(STAGED))}"
-        elif text.tie_word_embeddings:
-            expected = "1, because the first and the last stage would share the tied word embeddings"
-        elif blocks < self.pipeline:
-            expected, fix = f"at most the model's num_hidden_layers = {blocks}", ""
-        elif len(others) > 1:
-            expected, fix = f"1 with {' and '.join(others)} above 1", "set one of them to 1"
-        else:
-            return
-        raise ModelError("mesh.pipeline", self.pipeline, expected=expected, fix=fix)
 
     def _tensor(self, expected: str, fix: str) -> ModelError:
         return ModelError("mesh.tensor", self.tensor, expected=expected, fix=fix)
@@ -205,7 +170,7 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
         device_type: `cpu` or `cuda`; for `cuda`, the current device is the rank's own.
 
     Returns:
-        A mesh of torch with the dimensions of `DIMENSIONS`.
+        A mesh of torch whose dimensions are the fields of `Coordinates`.
 
     Raises:
         ModelError: the number of processes or this process's place in the mesh is another.
@@ -214,8 +179,9 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
         raise ModelError(
             "mesh", mesh.degrees(), expected=f"a product of {dist.get_world_size()}, the processes started"
         )
-    shape = tuple(getattr(mesh, name) for name in DIMENSIONS)
-    ranks = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    names = Coordinates._fields
+    shape = tuple(getattr(mesh, name) for name in names)
+    ranks = init_device_mesh(device_type, shape, mesh_dim_names=names)
     found, expected = ranks.get_coordinate(), mesh.coordinates(dist.get_rank())
     if tuple(found or ()) != expected:
         raise ModelError(f"place of rank {dist.get_rank()} in the mesh", found, expected=str(expected))
@@ -224,4 +190,4 @@ def build(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 def degrees(ranks: DeviceMesh) -> Mesh:
     """The degrees of a mesh that `build` made."""
-    return Mesh(**dict(zip(DIMENSIONS, ranks.shape, strict=True)))
+    return Mesh(*ranks.shape)

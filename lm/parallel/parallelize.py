@@ -1,9 +1,8 @@
-"""A model on a mesh: tensor parallelism, stages, checkpointing, compilation, sharding, memory, in this order.
+"""A model on a mesh: tensor parallelism, checkpointing, compilation, sharding, memory, in this order.
 
-Each step needs the ones before it: tensor parallelism names modules that a stage drops, sharding divides what tensor
-parallelism has left of a parameter, its hooks lie around compiled blocks, and memory is allocated when every rank's
-part of each parameter is known. No step renames a parameter, because names are the layout, and none communicates
-weights: each rank has the same values, or none yet.
+Each step needs the ones before it: sharding divides what tensor parallelism has left of a parameter, its hooks lie
+around compiled blocks, and memory is allocated when every rank's part of each parameter is known. No step renames a
+parameter, because names are the layout, and none communicates weights: each rank has the same values, or none yet.
 
 Gradients are summed over ranks and not averaged, because each rank's loss is divided by the tokens of the whole step.
 """
@@ -31,8 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cloister.lm.model.model import LanguageModel, plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
-from cloister.lm.parallel.pipeline import keep_stage
-from cloister.protocol.errors import ModelError
 
 
 def parallelize(
@@ -49,7 +46,8 @@ def parallelize(
     Args:
         model: The model on the CPU, whose parameters have the same values in every rank; or without values
             (`load_model(empty=True)`), which the first round's global model then gives.
-        ranks: The mesh, from `mesh.build`; None for one process, for which only steps 3, 4 and 6 do anything.
+        ranks: The mesh, from `mesh.build`, which fits the model (`Mesh.check`); None for one process, for which only
+            steps 2, 3 and 5 do anything.
         device: This rank's device.
         checkpointing: Compute the activations of each block again in the backward pass instead of keeping them.
         compile: Compile each block with `torch.compile`.
@@ -57,7 +55,7 @@ def parallelize(
             gradients of single units must be clipped before they are summed.
 
     Raises:
-        ModelError: the mesh does not fit the model.
+        ModelError: the tensor-parallel plan of the model's output layer has an unknown style.
     """
     mesh = Mesh() if ranks is None else degrees(ranks)
     # transformers and PEFT know the model without its adapter by these names.
@@ -65,33 +63,22 @@ def parallelize(
 
     # 1. Tensor parallelism.
     if ranks is not None and mesh.tensor > 1:
-        if inner is not model.module:
-            raise ModelError(
-                "mesh.tensor",
-                mesh.tensor,
-                expected="1 for a model with an adapter",
-                fix="set mesh.shard instead",
-            )
         plan = _tensor_plan(inner, mesh)
         parallelize_module(inner, ranks["tensor"], plan, src_data_rank=None)
 
-    # 2. Stages.
-    if ranks is not None and mesh.pipeline > 1:
-        mesh.check_stages(inner.config)
-        keep_stage(inner, ranks.get_local_rank("pipeline"), mesh.pipeline)
     blocks = list(_blocks(inner))
 
-    # 3. Activation checkpointing.
+    # 2. Activation checkpointing.
     if checkpointing:
         for block in blocks:  # `forward`, because the hooks of sharding must not run again with it
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # 4. Compilation.
+    # 3. Compilation.
     if compile:
         for block in blocks:
             block.compile()
 
-    # 5. Sharding. Replicas that are not sharded need nothing: `Shards.add_replicas` sums their gradients.
+    # 4. Sharding. Replicas that are not sharded need nothing: `Shards.add_replicas` sums their gradients.
     if ranks is not None and mesh.shard > 1:
         # The logits are a view, which only an operation in place could harm.
         warnings.filterwarnings(
@@ -103,7 +90,7 @@ def parallelize(
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
 
-    # 6. Memory.
+    # 5. Memory.
     _allocate(model.module, device)
 
 
@@ -122,7 +109,6 @@ def _tensor_plan(inner: Any, mesh: Mesh) -> dict[str, ParallelStyle]:
     """The styles of the modules that the model's own plan names; a tied output layer stays whole with the embedding."""
     prefix = f"{inner.base_model_prefix}."
     named = {prefix + name: style for name, style in (inner.config.base_model_tp_plan or {}).items()}
-    check_styles(named, inner.config.model_type, mesh.tensor)
     if not inner.config.tie_word_embeddings:
         named |= dict(type(inner)._tp_plan or {})
     check_styles(named, inner.config.model_type, mesh.tensor)

@@ -1,11 +1,10 @@
 """A rank's part of a model's parameters, and its part of the flat vector.
 
-A parameter is a matrix of its first dimension by the rest. A pipeline gives it to one stage, tensor parallelism cuts
-its rows or its columns, then sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a
-rectangle of it (`Region`) or nothing, which every rank can compute for every other one. From this follow, without
-asking anyone, the part of the global model that a rank reads, and which elements which rank sends to which after
-training, when each rank gets its span of the vector. Only under a pipeline each rank says first which parameters it
-has. No rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
+A parameter is a matrix of its first dimension by the rest. Tensor parallelism cuts its rows or its columns, then
+sharding cuts the rows of what is left, both as `torch.chunk` does; so a rank has a rectangle of it (`Region`), which
+every rank can compute for every other one. From this follow, without asking anyone, the part of the global model that a
+rank reads, and which elements which rank sends to which after training, when each rank gets its span of the vector. No
+rank ever has more than its own part, its span, and what of one parameter is on the way between the two.
 
 Ranks with equal regions have equal bits: their gradients come out of the same all-reduce. In the norm, a region counts
 once. Refused: `DTensor.full_tensor`, which gathers every parameter in every rank; and the optimizer on DTensors, which
@@ -15,7 +14,7 @@ checks the placement of each tensor in each operation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,12 +29,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import Direct, Forward, Passes
 from cloister.lm.model.weights import Held, Named, Weights, matrix
 from cloister.lm.parallel.mesh import Coordinates, Mesh, degrees
 from cloister.lm.parallel.parallelize import sharded_modules
-from cloister.lm.parallel.pipeline import Pipeline
-from cloister.protocol.messages.blocks import Span, tile
+from cloister.protocol.messages.blocks import Span, runs, tile
 
 
 class Region(NamedTuple):
@@ -51,7 +48,7 @@ class Region(NamedTuple):
         """Elements in it."""
         return self.rows.size * self.columns.size
 
-    def within(self, other: Region) -> tuple[slice, slice]:
+    def within(self, other: Region | Held) -> tuple[slice, slice]:
         """Where it lies in another region that contains it."""
         return (
             slice(self.rows.start - other.rows.start, self.rows.stop - other.rows.start),
@@ -60,10 +57,8 @@ class Region(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """How a rank has a parameter, as numbers that it can tell other ranks."""
+    """How the ranks divide a parameter."""
 
-    held: int
-    """1, or 0 where other stages have it."""
     tensor: int = -1
     """The dimension that tensor parallelism cuts, 0 or 1 of a matrix; -1 if it does not."""
     shard: int = -1
@@ -72,7 +67,6 @@ class Cuts(NamedTuple):
 
 BUCKET = 2**22
 """Elements of small gradients that are sent together."""
-_NOTHING = Region(Span(0, 0), Span(0, 0))
 
 
 def region(shape: Sequence[int], cuts: Cuts, mesh: Mesh, at: Coordinates) -> Region:
@@ -125,38 +119,21 @@ def between(whole: Region, columns: int, begin: int, end: int) -> Iterator[Regio
             yield common
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Part:
     """A parameter in this rank, and where its elements go."""
 
-    parameter: nn.Parameter | None
-    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has; None in other stages."""
-    shape: tuple[int, ...]
-    """Shape of the unsharded parameter."""
-    offset: int
-    """Where it begins in the flat vector."""
-    columns: int
-    """Columns of the matrix."""
-    mine: Region
-    """This rank's region; empty in other stages."""
-    counts: bool
-    """Whether this rank is the first of those with this region."""
-    counts_in_replica: bool
-    """Whether it is the first of its replica's."""
-    kept: list[Region] = field(default_factory=list)
-    """What of its own region lies in this rank's span."""
-    sent: dict[int, list[Region]] = field(default_factory=dict)
-    """What it sends to other ranks."""
-    received: dict[int, list[Region]] = field(default_factory=dict)
-    """What it receives from other ranks."""
-    moves: bool = False
-    """Whether any rank sends anything to another."""
+    parameter: nn.Parameter
+    """The parameter as the module has it: a DTensor, or a plain tensor that every rank has."""
+    held: Held
+    """This rank's region, which may be empty."""
+    pieces: list[tuple[int, int, Region]]
+    """By sender and receiver: what of the parameter lies in the receiver's span; a rank sends to itself what it has."""
 
     @property
     def local(self) -> torch.Tensor:
         """The region's elements: a matrix that shares the parameter's memory."""
-        assert self.parameter is not None
-        return _local(self.parameter).view(self.mine.rows.size, self.mine.columns.size)
+        return _local(self.parameter).view(self.held.rows.size, self.held.columns.size)
 
 
 class Shards(Weights):
@@ -179,8 +156,6 @@ class Shards(Weights):
         self.divided = self._mesh.size > self._mesh.replicate
         self.leads = self._rank == 0
         self.draws: tuple[str, ...] = (f"data-rank-{self._data_rank}",)
-        if self._mesh.pipeline > 1:
-            self.draws += (f"stage-{self._at.pipeline}",)
 
     @property
     def _data_rank(self) -> int:
@@ -195,64 +170,33 @@ class Shards(Weights):
         """The parameters of a layout, in its order, with their places in its vector."""
         parameters, spans = dict(self._model.module.named_parameters()), tile(layout.size, self._mesh.size)
         return {
-            name: self._part(parameters.get(name), self._held[name], shape, offset, spans)
-            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=False)
+            name: self._part(name, parameters[name], offset, spans)
+            for name, offset in zip(layout.names, layout.offsets, strict=False)
         }
 
-    @cached_property
-    def _held(self) -> dict[str, list[Cuts]]:
-        """How each rank has each trained parameter."""
-        parameters, names = dict(self._model.module.named_parameters()), self._model.layout.names
-        held = self._cuts_of_all([_cuts(parameters.get(name)) for name in names])
-        return {name: [each[place] for each in held] for place, name in enumerate(names)}
-
-    def _cuts_of_all(self, mine: list[Cuts]) -> list[list[Cuts]]:
-        """How each rank has each parameter, given how this one does; between stages it travels as numbers."""
-        if self._mesh.pipeline == 1:
-            return [mine] * self._mesh.size
-        held = [torch.empty(len(mine), len(Cuts._fields), dtype=torch.int64) for _ in range(self._mesh.size)]
-        dist.all_gather(held, torch.tensor(mine))
-        return [[Cuts(*row) for row in each.tolist()] for each in held]
-
-    def _part(
-        self,
-        parameter: nn.Parameter | None,
-        cuts: Sequence[Cuts],
-        shape: tuple[int, ...],
-        offset: int,
-        spans: Sequence[Span],
-    ) -> _Part:
-        """A parameter, which is cut in this way in each rank; None in a rank that does not have it. `spans` are those
-        of the ranks in the vector in which it begins at `offset`."""
+    def _part(self, name: str, parameter: nn.Parameter, offset: int, spans: Sequence[Span]) -> _Part:
+        """A parameter, and where its elements go: `spans` are those of the ranks in the vector in which it begins at
+        `offset`."""
         holders: dict[Region, list[int]] = {}
-        for rank, cut in enumerate(cuts):
-            if cut.held:
-                its = region(shape, cut, self._mesh, self._mesh.coordinates(rank))
-                holders.setdefault(its, []).append(rank)
-        mine = next((each for each, having in holders.items() if self._rank in having), _NOTHING)
-        if parameter is not None and _local(parameter).numel() != mine.size:
-            raise AssertionError(f"a rank has {tuple(_local(parameter).shape)} of {shape}: expected {mine}")
-        rows, columns = matrix(shape)
-        if sum(each.size for each in holders) != rows * columns:
-            raise AssertionError(f"the ranks have {list(holders)} of a parameter of shape {shape}")
-        own = holders.get(mine, [])
-        replica = [rank for rank in own if self._mesh.coordinates(rank).replicate == self._at.replicate]
-        counts, counts_in_replica = (having[:1] == [self._rank] for having in (own, replica))
-        part = _Part(parameter, shape, offset, columns, mine, counts, counts_in_replica)
-        for to, span in enumerate(spans):
-            begin, end = max(span.start - offset, 0), min(span.stop - offset, rows * columns)
-            for each, having in holders.items():
-                pieces = list(between(each, columns, begin, end))
-                sender = to if to in having else having[to % len(having)]
-                if pieces and sender == to == self._rank:
-                    part.kept += pieces
-                elif pieces and sender != to:
-                    part.moves = True
-                    if sender == self._rank:
-                        part.sent[to] = pieces
-                    elif to == self._rank:
-                        part.received[sender] = pieces
-        return part
+        for rank in range(self._mesh.size):
+            its = region_of(parameter, self._mesh, self._mesh.coordinates(rank))
+            holders.setdefault(its, []).append(rank)
+        mine = region_of(parameter, self._mesh, self._at)
+        if _local(parameter).numel() != mine.size:
+            raise AssertionError(
+                f"a rank has {tuple(_local(parameter).shape)} of {parameter.shape}: expected {mine}"
+            )
+        size, width = parameter.numel(), matrix(parameter.shape)[1]
+        replica = [r for r in holders[mine] if self._mesh.coordinates(r).replicate == self._at.replicate]
+        counts, first = (having[0] == self._rank for having in (replica, holders[mine]))
+        pieces = [
+            (to if to in having else having[to % len(having)], to, piece)
+            for to, span in enumerate(spans)
+            for whole, having in holders.items()
+            for piece in between(whole, width, max(span.start - offset, 0), min(span.stop - offset, size))
+        ]
+        pieces.sort(key=lambda each: each[:2])
+        return _Part(parameter, Held(name, offset, width, *mine, counts, first), pieces)
 
     def place(self, start: Vector) -> None:
         """Copy this rank's part of the global model into its parameters, without communication."""
@@ -261,12 +205,9 @@ class Shards(Weights):
             module.reshard()  # weights that were gathered for a forward pass are of the model before
         self._loaded.put_back()
         for part in self._parts.values():
-            if part.parameter is None:
-                continue
-            rows, columns = part.mine
-            size = matrix(part.shape)[0] * part.columns
-            whole = start[part.offset : part.offset + size].reshape(-1, part.columns)
-            source = whole[rows.start : rows.stop, columns.start : columns.stop]
+            held = part.held
+            whole = start[held.offset : held.offset + part.parameter.numel()].reshape(-1, held.width)
+            source = whole[held.rows.start : held.rows.stop, held.columns.start : held.columns.stop]
             if part.local.device.type == "cpu":
                 np.copyto(part.local.numpy(), source)
             else:  # torch has no read-only tensors
@@ -283,20 +224,13 @@ class Shards(Weights):
             for name, each in self._model.trainable(part)
         ]
         self._steps_on = [(parameter, local) for _, parameter, local in named]
-        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].counts}
+        self._uncounted = {id(local) for name, _, local in named if not self._parts[name].held.first}
         return [(name, local) for name, _, local in named]
 
     def rows(self, batch_size: int) -> slice:
         """A contiguous part; the parts of all data ranks differ in length by at most one row."""
         begin, end = (batch_size * part // self._mesh.data for part in (self._data_rank, self._data_rank + 1))
         return slice(begin, end)
-
-    def passes(self, forward: Forward, batch_size: int) -> Passes:
-        """Through the stages of a pipeline, if there is one."""
-        if self._mesh.pipeline == 1:
-            return Direct(forward, self.before_backward)
-        most, group = -(-batch_size // self._mesh.data), self._ranks.get_group("pipeline")
-        return Pipeline(forward, self._model.module.config, group, most, self.before_backward)
 
     def before_backward(self, *, last: bool) -> None:
         """Replicas add up a step's gradients before they exchange them, once."""
@@ -326,7 +260,8 @@ class Shards(Weights):
             local.grad = torch.zeros_like(local) if local.grad is None else local.grad.contiguous()
         gradients = [local.grad for _, local in self._steps_on if local.grad is not None]
         group = self._ranks.get_group("replicate")
-        for bucket in _buckets(gradients):
+        for begin, end in runs([each.numel() for each in gradients], BUCKET):
+            bucket = gradients[begin:end]
             whole = bucket[0] if len(bucket) == 1 else torch.cat([each.flatten() for each in bucket])
             dist.all_reduce(whole, group=group)
             if len(bucket) > 1:
@@ -347,8 +282,8 @@ class Shards(Weights):
         clip_grads_with_norm_(trained, norm, square.sqrt().float())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Over stages, replicas and shards; ranks of a tensor group have the same rows."""
-        for dimension in ("pipeline", "replicate", "shard"):
+        """Over replicas and shards; ranks of a tensor group have the same rows."""
+        for dimension in ("replicate", "shard"):
             dist.all_reduce(value, group=self._ranks.get_group(dimension))
         return value
 
@@ -363,50 +298,49 @@ class Shards(Weights):
         whole, span = part.names == self._model.layout.names, self.span(part)
         update: Vector = torch.empty(span.size).numpy()  # torch aligns it for every processor
         for each in (self._parts if whole else self._parts_of(part)).values():
-            for place in each.kept:
-                _lay(update, each, place, each.local[place.within(each.mine)], span.start)
-            if each.moves:
-                self._exchange(each, update, span.start)
+            for piece, values in self._exchanged(each):
+                _lay(update, each.held, piece, values, span.start)
         update -= span.of(self._model.layout.pick(start, part))
         return update
 
-    def _exchange(self, part: _Part, update: Vector, start: int) -> None:
-        ranks = range(self._mesh.size)
-        pieces = [each for rank in ranks for each in part.sent.get(rank, ())]
-        sent = [part.local[each.within(part.mine)].reshape(-1) for each in pieces]
-        counts = [sum(each.size for each in part.sent.get(rank, ())) for rank in ranks]
-        expected = [sum(each.size for each in part.received.get(rank, ())) for rank in ranks]
-        source = torch.cat([torch.empty(0, device=self._device), *sent])
+    def _exchanged(self, part: _Part) -> list[tuple[Region, torch.Tensor]]:
+        """What of a parameter lies in this rank's span, from the ranks that have it."""
+        sent = [(to, piece) for sender, to, piece in part.pieces if sender == self._rank]
+        received = [(sender, piece) for sender, to, piece in part.pieces if to == self._rank]
+        own = [part.local[piece.within(part.held)] for _, piece in sent]
+        if all(sender == to for sender, to, _ in part.pieces):
+            return [(piece, values) for (_, piece), values in zip(sent, own, strict=True)]
+        counts, expected = (
+            [sum(piece.size for rank, piece in some if rank == each) for each in range(self._mesh.size)]
+            for some in (sent, received)
+        )
+        source = torch.cat([torch.empty(0, device=self._device), *(values.reshape(-1) for values in own)])
         arrived = torch.empty(sum(expected), device=self._device)
         dist.all_to_all_single(arrived, source, expected, counts)
-        arrived, begin = arrived.cpu(), 0
-        for rank in ranks:
-            for each in part.received.get(rank, ()):
-                values = arrived[begin : begin + each.size].view(each.rows.size, each.columns.size)
-                _lay(update, part, each, values, start)
-                begin += each.size
+        parts = torch.split(arrived.cpu(), [piece.size for _, piece in received])
+        return [
+            (piece, values.view(piece.rows.size, piece.columns.size))
+            for (_, piece), values in zip(received, parts, strict=True)
+        ]
 
     @property
     def held(self) -> tuple[Held, ...]:
         """What this rank has."""
-        return tuple(
-            Held(name, part.offset, part.columns, *part.mine, part.counts_in_replica, part.counts)
-            for name, part in self._parts.items()
-        )
+        return tuple(part.held for part in self._parts.values())
 
     @property
     def units(self) -> slice:
         """Units are dealt to the replicas in turns."""
         return slice(self._at.replicate, None, self._mesh.replicate)
 
-    def unit_rows(self, n: int) -> tuple[slice, int]:
+    def unit_rows(self, n: int) -> slice:
         """The shards divide the rows; ranks of a tensor group have the same ones."""
         begin, end = (n * part // self._mesh.shard for part in (self._at.shard, self._at.shard + 1))
-        return slice(begin, end), -(-n // self._mesh.shard)
+        return slice(begin, end)
 
     def sum_in_replica(self, values: torch.Tensor) -> torch.Tensor:
-        """Over the stages, the shards and the tensor group, one after the other."""
-        for dimension in ("pipeline", "shard", "tensor"):
+        """Over the shards and the tensor group, one after the other."""
+        for dimension in ("shard", "tensor"):
             dist.all_reduce(values, group=self._ranks.get_group(dimension))
         return values
 
@@ -418,6 +352,11 @@ class Shards(Weights):
     @property
     def _device(self) -> torch.device:
         return next(self._model.module.parameters()).device
+
+
+def region_of(parameter: nn.Parameter, mesh: Mesh, at: Coordinates) -> Region:
+    """What any rank has of a parameter, which this rank has after `parallelize`; arguments as for `region`."""
+    return region(parameter.shape, _cuts(parameter), mesh, at)
 
 
 def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
@@ -439,37 +378,21 @@ def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
     return max(sizes)
 
 
-def _lay(update: Vector, part: _Part, where: Region, values: torch.Tensor, start: int) -> None:
+def _lay(update: Vector, part: Held, where: Region, values: torch.Tensor, start: int) -> None:
     """Copy a rectangle of a parameter into the span of the flat vector that begins at `start`."""
-    begin = part.offset - start + where.rows.start * part.columns
+    begin = part.offset - start + where.rows.start * part.width
     if where.rows.size == 1:
         target = update[begin + where.columns.start : begin + where.columns.stop].reshape(1, -1)
     else:
-        rows = update[begin : begin + where.rows.size * part.columns].reshape(-1, part.columns)
+        rows = update[begin : begin + where.rows.size * part.width].reshape(-1, part.width)
         target = rows[:, where.columns.start : where.columns.stop]
     torch.from_numpy(target).copy_(values)
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in their order, several at a time up to a number of elements."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.numel() > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket
-
-
-def _cuts(parameter: nn.Parameter | None) -> Cuts:
-    """How this rank has a parameter; None: it does not."""
-    if parameter is None:
-        return Cuts(0)
+def _cuts(parameter: nn.Parameter) -> Cuts:
+    """How the ranks divide a parameter."""
     if not isinstance(parameter, DTensor):
-        return Cuts(1)
+        return Cuts()
     names = parameter.device_mesh.mesh_dim_names or ()
     # Shard, and the kind that sharding makes of a dimension that is cut already, have a dimension.
     cut = {
@@ -477,7 +400,7 @@ def _cuts(parameter: nn.Parameter | None) -> Cuts:
         for name, placement in zip(names, parameter.placements, strict=True)
         if hasattr(placement, "dim")
     }
-    return Cuts(1, **cut)
+    return Cuts(**cut)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

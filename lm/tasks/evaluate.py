@@ -31,7 +31,7 @@ from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, Precision, losses_of_rows, summed_loss
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.confusion import Confusion, Counts
-from cloister.lm.text.data import NOT_LEARNED, Prepared, Sequences
+from cloister.lm.text.data import NOT_LEARNED, Prepared, Sequences, shuffled
 from cloister.protocol.plan.plan import Plan
 
 
@@ -195,7 +195,7 @@ def _each_batch(
     trim: bool = False,
 ) -> None:
     """Call `score` for each batch with this process's rows of it, their targets (B, L) and their logits (B, L, V),
-    without gradients; not in a process that does not compute logits. Restore the module's training mode afterwards.
+    without gradients; restore the module's training mode afterwards.
 
     Args:
         score: Called in the order of the batches.
@@ -207,7 +207,6 @@ def _each_batch(
         trim: Cut each batch behind its last target, which changes no score where tokens attend to earlier ones only.
     """
     module, device = forward.module, forward.device
-    logits_of = forward if weights is None else weights.passes(forward, batch_size).logits
     part = slice(0, batch_size) if weights is None else weights.rows(batch_size)
     training = module.training
     module.eval()
@@ -223,9 +222,7 @@ def _each_batch(
                     wanted = torch.full((1, wanted.shape[1]), NOT_LEARNED, device=device)
                 tokens, places = sequences.tokens[rows, :width], sequences.positions
                 positions = None if places is None else to_device(places[rows, :width], device)
-                logits = logits_of(to_device(tokens, device), positions)
-                if logits is not None:
-                    score(rows, wanted, logits)
+                score(rows, wanted, forward(to_device(tokens, device), positions))
     finally:
         module.train(training)
 
@@ -253,10 +250,7 @@ def subset(sequences: Sequences, most: int | None, seed: int) -> Sequences:
     if most is None or most >= count:
         return sequences
     digest = hashlib.sha256(f"cloister/evaluation/{seed}".encode()).digest()
-    random = np.random.Generator(
-        np.random.Philox(np.random.SeedSequence(int.from_bytes(digest[:16], "little")))
-    )
-    rows = np.sort(random.permutation(count)[:most])
+    rows = np.sort(shuffled((int.from_bytes(digest[:16], "little"),), count)[:most])
     if answers is not None:
         answers, choices = answers[rows], len(sequences) // count
         rows = (rows[:, None] * choices + np.arange(choices)).reshape(-1)

@@ -19,14 +19,14 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import heapq
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from heapq import nsmallest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,17 +214,14 @@ def prepare(
     examples = to_examples(records, tokenizer, data, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
+    pieces = _learnable(examples, data, units, unusable)
+    if data.deduplicate:
+        pieces = _unique(pieces, unusable)
     if units is not None:
-        pieces = _learnable_pieces(examples, data, units, unusable)
-        if data.deduplicate:
-            pieces = _unique(pieces, unusable)
         *sides, used = _split_units(pieces, data, seed, units)
         parts = [_lay_out_units(side, data, pad, shared=bool(units.owner)) for side in sides]
         return Prepared(parts[0], parts[1], used, unusable.left_out, unusable.places)
-    learnable = _learnable(examples, data, unusable)
-    if data.deduplicate:
-        learnable = (one for _, (one,) in _unique(((b"", [each]) for each in learnable), unusable))
-    whole = list(learnable)
+    whole = [example for _, (example,) in pieces]
     if refuse and not whole:
         raise unusable.first or _nothing_learnable(data, data.sequence_length, unusable.left_out.total())
     train: list[Example]
@@ -317,11 +314,7 @@ def check_usable(
     """
     data, rule = plan.data, unit_rule(plan.data, plan.privacy)
     examples = to_examples(records, tokenizer, data, unusable)
-    found: Iterable[object] = (
-        _learnable(examples, data, unusable)
-        if rule is None
-        else _learnable_pieces(examples, data, rule, unusable)
-    )
+    found = _learnable(examples, data, rule, unusable)
     if sum(1 for _ in itertools.islice(found, None if whole else 1)):
         return
     longest = data.sequence_length * (1 if rule is None or data.task == "classify" else rule.windows)
@@ -335,16 +328,17 @@ def batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[
     gives the same batches.
 
     Args:
-        n: Number of sequences.
-        batch_size: Indices in a batch.
+        n: Number of sequences, 1 or more.
+        batch_size: Indices in a batch, 1 or more.
         seed: Of the random orders.
-
-    Raises:
-        ValueError: `n` or `batch_size` is less than 1.
     """
-    if n < 1 or batch_size < 1:
-        raise ValueError(f"batches of {batch_size} from {n} sequences: both must be at least 1")
-    return _batches(n, batch_size, seed)
+    assert n > 0 < batch_size, "batches of nothing would never come"
+    waiting = np.empty(0, np.int64)
+    for epoch in itertools.count():
+        waiting = np.concatenate([waiting, shuffled((*seed, epoch), n)])
+        whole = len(waiting) // batch_size * batch_size
+        drawn, waiting = waiting[:whole], waiting[whole:]
+        yield from drawn.reshape(-1, batch_size)
 
 
 _TYPES: dict[str, np.dtype[Any]] = {
@@ -497,36 +491,28 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
     return load_prepared(filed)
 
 
-def _learnable(
-    examples: Iterable[tuple[Record, Example]], data: DataSection, unusable: Unusable
-) -> Iterator[Example]:
-    """Examples with a learnable token, of which prompts and chats are cut to a sequence."""
-    longest = None if data.format == "text" else data.sequence_length
-    for _, example in examples:
-        cut = example.piece(0, longest)
-        if cut.role[_first(cut) :].any():
-            yield cut
-        else:
-            unusable.leave_out(_NOTHING_LEARNABLE)
-
-
 def _first(example: Example) -> int:
     """The first token of an example that can be learned from: of a text that is classified every one, otherwise the
     second, because a token is learned from those before it."""
     return 1 if example.label is None else 0
 
 
-def _learnable_pieces(
-    examples: Iterable[tuple[Record, Example]], data: DataSection, rule: UnitRule, unusable: Unusable
+def _learnable(
+    examples: Iterable[tuple[Record, Example]], data: DataSection, rule: UnitRule | None, unusable: Unusable
 ) -> Iterator[tuple[bytes, list[Example]]]:
-    """For each record that is used its owner, empty without owners, and its pieces with a learnable token."""
-    length = data.sequence_length
-    without_owner = f"without an owner in {rule.owner!r}, text or a whole number"
+    """For each record that is used its owner, empty without owners, and its pieces with a learnable token.
+
+    Without a rule a record is one piece: a text whole, a prompt or chat cut to a sequence.
+    """
+    length, field = data.sequence_length, "" if rule is None else rule.owner
+    without_owner = f"without an owner in {field!r}, text or a whole number"
     for record, example in examples:
-        owner = unusable.tried(without_owner, owner_of, record, rule.owner) if rule.owner else b""
+        owner = unusable.tried(without_owner, owner_of, record, field) if field else b""
         if owner is None:
             continue
-        if rule.record == "record":
+        if rule is None:
+            pieces = [example.piece(0, None if data.format == "text" else length)]
+        elif rule.record == "record":
             pieces = [example.piece(0, rule.windows * length)]
         else:
             pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
@@ -568,22 +554,23 @@ def _split_units(
 ) -> tuple[list[_Unit], list[_Unit], int]:
     """Units to train on, units held out, and the number of records. No unit changes another."""
     units: list[_Unit] = []
-    owned: dict[bytes, _Unit] = {}
-    number = itertools.count()
+    owned: dict[bytes, list[Example]] = {}
     used = 0
+
+    def rank(piece: Example) -> bytes:
+        # It depends on the piece alone: a choice by place or by a common draw would depend on other owners.
+        return _hash("piece", seed, _tokens(piece) + piece.role.tobytes())
+
     for owner, pieces in made:
         used += 1
-        if not rule.owner:
-            units += [_Unit(_tokens(piece), [(0, 0, piece)]) for piece in pieces]
-        for piece in pieces if rule.owner else ():
-            # The rank depends on the piece alone: a choice by place or by a common draw would depend on other owners.
-            rank = int.from_bytes(_hash("piece", seed, _tokens(piece) + piece.role.tobytes()), "big")
-            ranked = owned.setdefault(owner, _Unit(owner, [])).ranked
-            heapq.heappush(ranked, (-rank, next(number), piece))
-            if len(ranked) > rule.records:
-                heapq.heappop(ranked)
+        if rule.owner:
+            owned.setdefault(owner, []).extend(pieces)
+        else:
+            units += [_Unit(_tokens(piece), [piece]) for piece in pieces]
+    for owner, pieces in owned.items():
+        units.append(_Unit(owner, nsmallest(rule.records, reversed(pieces), key=rank)))
     sides: tuple[list[_Unit], list[_Unit]] = [], []
-    for unit in (*units, *owned.values()):
+    for unit in units:
         sides[_chosen(unit.identity, "owner" if rule.owner else "", data.held_out, seed)].append(unit)
     return (*sides, used)
 
@@ -602,26 +589,20 @@ def _nothing_learnable(data: DataSection, longest: int, count: int) -> DataError
     )
 
 
-@dataclass
-class _Unit:
+class _Unit(NamedTuple):
     """One unit: a piece, or the pieces of one owner that are used."""
 
     identity: bytes
     """What decides whether the unit is held out."""
-    ranked: list[tuple[int, int, Example]]
-    """The pieces, each after its negative rank and a number that separates equal ones: a heap, the worst first."""
-
-    @property
-    def pieces(self) -> list[Example]:
-        """The pieces, by rank."""
-        return [piece for _, _, piece in sorted(self.ranked, reverse=True)]
+    pieces: list[Example]
+    """The pieces, by rank."""
 
 
 def _lay_out_units(units: Sequence[_Unit], data: DataSection, pad: int, *, shared: bool) -> Sequences:
     """Place units in sequences of their own; `shared`: a piece has the same share of its unit whatever its length."""
     pieces = [piece for unit in units for piece in unit.pieces]
     rows = np.array([_learnable_rows(piece, data.sequence_length).sum() for piece in pieces], np.int64)
-    counts = np.array([len(unit.ranked) for unit in units], np.int64)
+    counts = np.array([len(unit.pieces) for unit in units], np.int64)
     starts = np.concatenate([[0], np.cumsum(rows)])[np.concatenate([[0], np.cumsum(counts)])]
     shares = np.repeat(1 / (np.repeat(counts, counts) * rows), rows).astype(np.float32)
     laid_out = _lay_out(pieces, data.model_copy(update={"packing": False}), pad)
@@ -662,7 +643,7 @@ def _split(
     if n > 1:
         n_held_out = min(max(1, round(n * data.held_out)), n - 1)
         is_held_out = np.zeros(n, bool)
-        is_held_out[_shuffle((seed,), n)[:n_held_out]] = True
+        is_held_out[shuffled((seed,), n)[:n_held_out]] = True
         return (
             list(itertools.compress(examples, ~is_held_out)),
             list(itertools.compress(examples, is_held_out)),
@@ -766,14 +747,6 @@ def _placed(
     yield from padding(room)
 
 
-def _batches(n: int, batch_size: int, seed: tuple[int, ...]) -> Iterator[NDArray[np.int64]]:
-    waiting = np.empty(0, np.int64)
-    for epoch in itertools.count():
-        waiting = np.concatenate([waiting, _shuffle((*seed, epoch), n)])
-        whole = len(waiting) // batch_size * batch_size
-        drawn, waiting = waiting[:whole], waiting[whole:]
-        yield from drawn.reshape(-1, batch_size)
-
-
-def _shuffle(seed: tuple[int, ...], n: int) -> NDArray[np.int64]:
+def shuffled(seed: tuple[int, ...], n: int) -> NDArray[np.int64]:
+    """The indices below `n` in a random order, which `seed` and `n` alone determine: (n,)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(n)

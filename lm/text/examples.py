@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from cloister.lm.text import chat
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.tokenizer import END as END_OF_TEXT
-from cloister.lm.text.tokenizer import PAD, byte_tokenizer
+from cloister.lm.text.tokenizer import PAD, byte_tokenizer, tokenizer_digest
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import DataSection
 
@@ -154,12 +154,17 @@ def _classified(
         for example in encode(batch):
             text = example.piece(0, room)
             if len(text):
-                tokens = np.concatenate([np.array(start, np.int32), text.tokens, np.array(end, np.int32)])
+                tokens = _joined(start, text.tokens, end)
                 text = replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
             examples.append(text)
         return examples
 
     return cut
+
+
+def _joined(before: Sequence[int], tokens: NDArray[np.int32], after: Sequence[int]) -> NDArray[np.int32]:
+    """Tokens (n,) between others."""
+    return np.concatenate([before, tokens, after], dtype=np.int32, casting="unsafe")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -221,22 +226,13 @@ def sample_record(data: DataSection) -> str:
     return json.dumps(record | {name: few[0] for name, few in fields.items() if few}, ensure_ascii=False)
 
 
-def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What determines a tokenizer's tokens of ordinary text, by which the byte tokenizer is known."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    inner = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return json.dumps(
-        [type(tokenizer).__name__, inner, tokenizer.special_tokens_map, tokenizer.chat_template], default=str
-    )
-
-
 _Rendered = tuple[Record, _Text, dict[str, Any], str]
 """A record, its text, the label or question of its example (classes and choices are never both), and its place."""
 
 
 @lru_cache(maxsize=1)
-def _identity_of_bytes() -> str:
-    return _identity(byte_tokenizer())
+def _digest_of_bytes() -> str:
+    return tokenizer_digest(byte_tokenizer())
 
 
 def _by_size(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
@@ -435,7 +431,7 @@ class _Encoder:
         self.start = alone[:1] if close and alone[:1] == [tokenizer.bos_token_id] else []
         self.end = [tokenizer.eos_token_id] if close else []
         # The ids of byte tokens are the bytes: reading them is much faster than a tokenizer, and equal (tested).
-        self.bytes = _identity(tokenizer) == _identity_of_bytes()
+        self.bytes = tokenizer_digest(tokenizer) == _digest_of_bytes()
 
     def __call__(self, batch: Sequence[_Text]) -> list[Example]:
         longest = 0 if self.whole else max(len(text.encode()) for text, _ in batch)
@@ -453,18 +449,10 @@ class _Encoder:
             n_bytes = sum(len(text[start:stop].encode()) for start, stop in spans)
             before = self.start if text else []
             after = self.end if text and tokens[-1:].tolist() != self.end else []
-            example = Example(
-                np.concatenate([np.array(before, np.int32), tokens, np.array(after, np.int32)]),
-                np.concatenate(
-                    [
-                        np.full(len(before), CONTEXT, np.uint8),
-                        learned.astype(np.uint8),
-                        np.full(len(after), END, np.uint8),
-                    ]
-                ),
-                n_bytes / max(1, int(np.count_nonzero(learned))),
-            )
-            examples.append(example)
+            around = (len(before), len(after))
+            role = np.pad(learned.astype(np.uint8), around, constant_values=(CONTEXT, END))
+            bytes_each = n_bytes / max(1, int(np.count_nonzero(learned)))
+            examples.append(Example(_joined(before, tokens, after), role, bytes_each))
         return examples
 
     def _as_wholes(self, texts: Sequence[str]) -> Iterator[_Coded]:

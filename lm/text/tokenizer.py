@@ -117,13 +117,13 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedToken
     field = "model.name" if own else "model.tokenizer"
     folder = Path(name).expanduser()
     if folder.is_dir():
-        tokenizer = _load(field, str(folder), "main", local=True)
+        tokenizer = read_tokenizer(field, str(folder), "main", local=True)
     elif folder.exists() or looks_like_path(name):
         raise ModelError(field, name, expected="an existing folder that holds a tokenizer, or a hub name")
     else:
         revision = model.revision if own else "main"
         online = on_hub(name, kind="model", revision=revision, field=field, error=ModelError)
-        tokenizer = _load(field, name, revision, local=not online)
+        tokenizer = read_tokenizer(field, name, revision, local=not online)
     # Others keep files, not values: what they have loaded cannot be compared between sites.
     if not tokenizer.is_fast:
         raise ModelError(
@@ -224,7 +224,18 @@ def on_hub(
     return True
 
 
-def _load(field: str, name: str, revision: str, *, local: bool) -> PreTrainedTokenizerBase:
+def read_tokenizer(field: str, name: str, revision: str, *, local: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or of a hub name, as transformers loads it.
+
+    Args:
+        field: What errors call it.
+        name: The folder, or the hub name.
+        revision: Commit, branch or tag of a hub name.
+        local: Whether the hub must not be asked.
+
+    Raises:
+        ModelError: it cannot be loaded, or is empty.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, revision=revision, local_files_only=local, trust_remote_code=False

@@ -17,7 +17,7 @@ fewer than `local.steps` in a round (`local.balance`) goes through the same part
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -132,12 +132,12 @@ def learning_rate(local: LocalSection, step: float, total: int) -> float:
     return local.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def moment_elements(plan: Plan, module: nn.Module, trained: Named) -> int:
-    """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`."""
-    steppers = OPTIMIZERS[plan.local.optimizer].steppers(module, trained)
-    return sum(
-        len(stepper.moments) * parameter.numel() for stepper, share in steppers for _, parameter in share
-    )
+def moment_elements(plan: Plan, module: nn.Module, trained: Mapping[str, int]) -> int:
+    """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`, but of
+    the parameters their elements by name."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name in trained]
+    steppers = OPTIMIZERS[plan.local.optimizer].steppers(module, named)
+    return sum(len(stepper.moments) * trained[name] for stepper, share in steppers for name, _ in share)
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:

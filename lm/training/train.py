@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import nn
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
-from cloister.lm.model.passes import Forward, MicroBatch
+from cloister.lm.model.passes import Forward, losses_of_rows, summed_loss
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.evaluate import to_device
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 2**22
 """Tokens that are moved to the device at once (32 MB), so that a usual round has no transfer between its steps."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,23 @@ class LocalUpdate:
     """The result of one site's round."""
 
     vector: Vector
-    """Local minus global, finite float32, of the part of the layout that the round trains. Of one process the part's
-    whole vector; of a rank its span, whose elements begin at `offset`."""
+    """Local minus global, float32, of the part of the layout that the round trains. Of one process the part's whole
+    vector; of a rank its span. Finite; NaN: there is no update, under unit `site`."""
     tokens: int
-    """Number of labels learned from; a label counts each time it is used."""
+    """Number of labels learned from, each as often as it is used; under privacy it must not leave the site."""
     loss: float
-    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term."""
-    steps: int
-    """Optimizer steps taken."""
-    offset: int = 0
-    """Where `vector` begins in the flat vector."""
+    """Mean training loss over those labels, in nats per label times its class's weight, without the proximal term; as
+    `tokens`."""
 
 
 class Bench:
-    """The plan's model on one device, or in the ranks of a mesh, reset for each round to the state of a new process.
+    """What trainers share: the plan's model on one device, or in the ranks of a mesh, reset for each round to the state
+    of a new process.
 
     Args:
         plan: The plan.
-        model: The plan's model; it is moved to `device` and belongs to the bench afterwards, but its parameters may be
-            read or overwritten between rounds.
+        model: The plan's model; it is moved to `device` and belongs to the trainer afterwards, but its parameters may
+            be read or overwritten between rounds.
         device: Where to train.
         ranks: The mesh that the model was divided on (`parallelize`), in each of its ranks; None for one process.
     """
@@ -88,7 +85,10 @@ class Bench:
         self.model = model
         self.device = device
         self.module = model.module.to(device)
+        self.forward = Forward(self.module, device, plan.local.precision)
+        """The forward pass."""
         self.weights: Weights
+        """Where the parameters are."""
         if ranks is None:
             self.weights = Weights(model)
         else:
@@ -101,21 +101,21 @@ class Bench:
     def round(
         self,
         start: Vector,
-        take_steps: Callable[[Named, LocalOptimizer], _T],
+        take_steps: Callable[[Named, LocalOptimizer], tuple[int, float]],
         *,
         round: int,
-        part: Layout,
+        part: Layout | None,
         carry: Carry | None,
-    ) -> tuple[Vector, _T]:
-        """Set the model to `start`, let `take_steps` train it; return the update, or this rank's span, and its result.
+    ) -> LocalUpdate:
+        """Set the model to `start`, let `take_steps` train it, and return the change.
 
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
             take_steps: Takes the round's steps; called with the parameters that the round trains and their
-                optimizer.
+                optimizer. It returns the labels learned from and the mean loss over them.
             round: The round, from 1.
-            part: The part of the model's layout that it trains.
-            carry: Where the optimizer's moments are, as in `Trainer.train`.
+            part: As in `Trainer.train`.
+            carry: As in `Trainer.train`.
 
         Raises:
             ModelError: the device runs out of memory.
@@ -123,6 +123,7 @@ class Bench:
             UpdateError: `start` does not have the model's layout, or the update is non-finite.
         """
         local, layout, weights = self.plan.local, self.model.layout, self.weights
+        part = part or Schedule.of(self.plan, layout).of_round(round)
         torch.set_num_threads(local.threads)
         weights.place(start)
         self.module.zero_grad(set_to_none=True)
@@ -134,7 +135,7 @@ class Bench:
             kept = Moments(carry, layout, weights, part)
             kept.load(optimizer)
         try:
-            taken = take_steps(trained, optimizer)
+            tokens, loss = take_steps(trained, optimizer)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 "local.batch_size",
@@ -150,32 +151,29 @@ class Bench:
             raise _not_finite(round, "non-finite")
         if kept is not None:
             kept.store(optimizer)
-        return update, taken
+        return LocalUpdate(update, tokens, loss)
 
 
-class Trainer:
+class MicroBatch(NamedTuple):
+    """Rows that go through the model together, int64 on the device."""
+
+    tokens: torch.Tensor
+    """(B, L)"""
+    targets: torch.Tensor
+    """(B, L): the next token of each position; -100 where nothing is learned. Of a classifier (B, 1): the classes."""
+    positions: torch.Tensor | None = None
+    """(B, L): `position_ids` of packed records."""
+    factors: torch.Tensor | None = None
+    """(B,) float32: what the loss of each row is multiplied by; None: 1."""
+
+
+class Trainer(Bench):
     """Trains any site's round of one plan on one device, or in the ranks of a mesh.
 
     The batch is the plan's, whatever the mesh: every rank draws all rows and computes its part of each micro-batch, and
-    the loss and gradient of a step are those of one process up to rounding. Dropout is equal in law only.
-
-    Args:
-        plan: The plan.
-        model: The plan's model, which belongs to the trainer afterwards (`Bench`).
-        device: Where to train.
-        ranks: As in `Bench`; every rank then calls `train` with the same arguments, and gets its span of the update.
+    the loss and gradient of a step are those of one process up to rounding. Dropout is equal in law only. Every rank
+    calls `train` with the same arguments, and gets its span of the update.
     """
-
-    def __init__(
-        self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
-    ) -> None:
-        self._plan = plan
-        self._device = device
-        self._bench = Bench(plan, model, device, ranks)
-        self.weights = self._bench.weights
-        """Where the parameters are."""
-        forward = Forward(self._bench.module, device, plan.local.precision)
-        self._passes = self.weights.passes(forward, plan.local.batch_size)
 
     def train(
         self,
@@ -214,21 +212,19 @@ class Trainer:
             raise DataError(
                 "sequences", 0, expected="at least one training sequence", fix="give the site more records"
             )
-        nominal = self._plan.local.steps
+        nominal = self.plan.local.steps
         taken = nominal if steps is None else steps
         before = (round - 1) * nominal
-        seeds = (self._plan.run.seed, round, *site_seed)
+        seeds = (self.plan.run.seed, round, *site_seed)
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
-            with seeded("train", *seeds, *self.weights.draws, device=self._device):
+            with seeded("train", *seeds, *self.weights.draws, device=self.device):
                 tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")
             return tokens, loss
 
-        part = part or Schedule.of(self._plan, self._bench.model.layout).of_round(round)
-        update, (tokens, loss) = self._bench.round(start, take_steps, round=round, part=part, carry=carry)
-        return LocalUpdate(update, tokens, loss, taken, self.weights.span(part).start)
+        return self.round(start, take_steps, round=round, part=part, carry=carry)
 
     def _steps(
         self,
@@ -241,14 +237,15 @@ class Trainer:
         progress: Callable[[int], None] | None,
     ) -> tuple[int, float]:
         """Take the round's steps; return learned tokens and mean loss. No step waits for the device."""
-        local = self._plan.local
+        local = self.plan.local
         parameters = [parameter for _, parameter in trained]
         anchors = [parameter.detach().clone() for parameter in parameters] if local.proximal else []
-        total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         total_tokens = 0
         for step, (learned, micro_batches) in enumerate(self._micro_batches(sequences, steps, seeds)):
-            for loss in self._passes.backward(micro_batches, learned):
-                total_loss += loss
+            for number, micro_batch in enumerate(micro_batches, 1):
+                self.weights.before_backward(last=number == len(micro_batches))
+                total_loss += self._backward(micro_batch, learned)
             self.weights.take_gradients()
             self.weights.add_replicas()
             add_proximal(parameters, anchors, local.proximal)
@@ -260,11 +257,23 @@ class Trainer:
                 progress(step + 1)
         return total_tokens, self.weights.sum(total_loss).item() / max(total_tokens, 1)
 
+    def _backward(self, micro_batch: MicroBatch, learned: int) -> torch.Tensor:
+        """Add the gradient of a micro-batch's loss, divided by the learned labels of its step, to `grad`.
+
+        Returns:
+            The summed loss, float32 ().
+        """
+        tokens, targets, positions, factors = micro_batch
+        logits = self.forward(tokens, positions)
+        loss = summed_loss(logits, targets) if factors is None else losses_of_rows(logits, targets) @ factors
+        (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+        return loss.detach()
+
     def _micro_batches(
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
     ) -> Iterator[tuple[int, list[MicroBatch]]]:
         """For each step: its learned labels, in all rows, and this process's rows of each micro-batch."""
-        local = self._plan.local
+        local = self.plan.local
         part = self.weights.rows(local.batch_size)
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
@@ -282,14 +291,14 @@ class Trainer:
                 if not mine:
                     targets[:] = NOT_LEARNED
             columns = {
-                "tokens": to_device(sequences.tokens[rows], self._device),
-                "targets": to_device(targets, self._device),
+                "tokens": to_device(sequences.tokens[rows], self.device),
+                "targets": to_device(targets, self.device),
             }
             if sequences.positions is not None:
-                columns["positions"] = to_device(sequences.positions[rows], self._device)
-            factors = class_factors(self._plan.data, targets)
+                columns["positions"] = to_device(sequences.positions[rows], self.device)
+            factors = class_factors(self.plan.data, targets)
             if factors is not None:
-                columns["factors"] = torch.from_numpy(factors).to(self._device)
+                columns["factors"] = torch.from_numpy(factors).to(self.device)
             parts = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
             micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
             for count in learned:

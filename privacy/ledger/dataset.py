@@ -66,6 +66,7 @@ class DatasetLedger:
         self.path = Path(simulation.ledger)
         self.dataset = simulation.dataset
         self.limit = simulation.greatest_epsilon
+        self._budget = None if self.limit is None else Budget(self.limit, plan.privacy.delta)
         self._plan = plan
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
@@ -90,10 +91,11 @@ class DatasetLedger:
             LedgerError, StorageError: the ledger is missing or damaged, or cannot be written.
         """
         if events:
-            budget = None if self.limit is None else Budget(self.limit, self._plan.privacy.delta)
             self._history()  # of a ledger that is there: a lost one is not created again
             ledger = Ledger(self.path, OWNER, self._compose)
-            ledger.charge(self._charge(run, round_number, site, times, events), budget, self._check_unit)
+            ledger.charge(
+                self._charge(run, round_number, site, times, events), self._budget, self._check_unit
+            )
 
     def check(self, terms: Terms, run: str, summed: Sequence[int], sites: Sequence[str]) -> None:
         """Create the ledger for a run that begins, and check that the run can begin, or go on.

@@ -163,10 +163,6 @@ class Policy(Section):
                 "guarantee does not meet them",
                 fix='remove "none" from units, or remove those demands',
             )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_families(self) -> Self:
         if self.families and self.greatest_epsilon is None:
             raise PolicyError(
                 "families",
@@ -174,10 +170,6 @@ class Policy(Section):
                 expected="greatest_epsilon as well: without it a family of plans may spend any",
                 fix="set greatest_epsilon and greatest_delta, or consent to each plan: cloister site accept",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_epsilon_at_a_delta(self) -> Self:
         if self.greatest_epsilon is not None and self.greatest_delta is None:
             raise PolicyError(
                 "greatest_epsilon",

@@ -9,7 +9,7 @@ blocks relative to a part, which would make floating-point sums depend on the nu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -107,3 +107,20 @@ def in_threads(
         return
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda begin, end: work(vector[begin:end], begin), bounds, bounds[1:]))
+
+
+def runs(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut a list of things into runs [begin, end) of at most `most` together, or of one thing that is larger.
+
+    Args:
+        sizes: The size of each.
+        most: Largest size of a run.
+    """
+    begin = end = together = 0
+    for end, size in enumerate(sizes):
+        if begin < end and together + size > most:
+            yield begin, end
+            begin, together = end, 0
+        together += size
+    if together:
+        yield begin, end + 1

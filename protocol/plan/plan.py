@@ -612,8 +612,6 @@ class MeshSection(Section):
     """Devices that share the weights of one copy (FSDP), each on other rows of a batch."""
     tensor: Degree | None = None
     """Devices that divide each matrix product of a layer, on the same rows."""
-    pipeline: Degree | None = None
-    """Stages that divide the blocks of a Llama-like model; micro-batches go through them one after the other."""
     checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False

@@ -95,7 +95,7 @@ class _GivenTrainer(Trainer):
     def train(self, start: Vector, sequences: Sequences, **options: Any) -> LocalUpdate:
         """The update of the site whose turn it is."""
         assert self._turn.update is not None, "a site without records does not train"
-        return LocalUpdate(self._turn.update.copy(), NOTICED, float(NOTICED), 0)
+        return LocalUpdate(self._turn.update.copy(), NOTICED, float(NOTICED))
 
 
 class _InProcess:

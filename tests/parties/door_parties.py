@@ -32,8 +32,8 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
 from cloister.clients.training import work
-from cloister.clients.training.release import Finished
 from cloister.clients.training.work import Task
+from cloister.lm.training.train import LocalUpdate
 from cloister.protocol.errors import BudgetError, PolicyError
 from cloister.protocol.identity.certificates import (
     certificate_to_pem,
@@ -518,7 +518,7 @@ def _serve(path: Path, moments: Collection[Moment], entrance: Entrance) -> None:
     resident = Resident()
     real = work.train
 
-    def train(trainer: Any, terms: Any, task: Task, *rest: Any) -> Finished:
+    def train(trainer: Any, terms: Any, task: Task, *rest: Any) -> LocalUpdate:
         finished = real(trainer, terms, task, *rest)
         with (path.parent / "trained").open("a") as file:
             file.write(f"{task.round}\n")

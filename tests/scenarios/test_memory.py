@@ -25,8 +25,9 @@ import pytest
 from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.clients.state.attempt import Attempts
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
 from cloister.lm.model.layout import Layout
+from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.messages import TRAIN
@@ -130,7 +131,7 @@ def of_noise() -> float:
         rounding=seed_of(1),
         noise=NoiseStream.from_declared_seed(1),
     )
-    update = Finished(np.full(D, 1e-3, np.float32), 1, 1.0)
+    update = LocalUpdate(np.full(D, 1e-3, np.float32), 1, 1.0)
     return beside(lambda: contribution(code, update), D)
 
 

@@ -93,8 +93,8 @@ OTHER_STEPS = [
     Mutant("privacy.mechanism.noise:NoiseStream.child", '"child", purpose', '"child", ""'),
     Mutant(
         "clients.training.dpsgd:PrivateTrainer.new_sum",
-        "self._plan.privacy.clip",
-        "2 * self._plan.privacy.clip",
+        "self.plan.privacy.clip",
+        "2 * self.plan.privacy.clip",
     ),
     Mutant(TERMS, "SampledGaussian(noise,", "SampledGaussian(2 * noise,"),
     Mutant(TERMS, "privacy.sampling_rate, plan", "privacy.sampling_rate / 2, plan"),

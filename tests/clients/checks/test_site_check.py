@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from cloister.clients.checks.memory_estimate import estimated_memory
-from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.lm.model.model import load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.parallel.mesh import SUM_BYTES, Mesh, build
-from cloister.protocol.errors import ModelError
-from cloister.protocol.plan.plan import MeshSection
 from cloister.tests.parties.federation import RECORD, TINY, tiny
 from cloister.tests.tools.command import found, lone_refusal, ran, refusal, set_options
 
@@ -147,14 +144,6 @@ def test_few_ranks_are_built_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(built) <= 4
 
 
-def test_every_block_of_a_pipeline_is_in_one_stage() -> None:
-    plan = tiny("model.config.num_hidden_layers=10")
-    stages = [each.part.parameters for each in estimated_memory(plan, Mesh(pipeline=8))]
-    assert sum(stages) == estimated_memory(plan, Mesh())[0].part.parameters
-    assert stages[1] == 2 * stages[2]
-    assert len(set(stages[2:7])) == 1
-
-
 @pytest.mark.parametrize("scheme", ["ffa-lora", "rolora"])
 def test_only_the_trained_factors_of_an_adapter_have_gradients(scheme: str) -> None:
     plan = tiny(f"model.adapter.scheme={scheme}", "model.adapter.base_precision=bfloat16")
@@ -182,17 +171,6 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused(
     assert refused in lone_refusal(capsys, *check(device=device, tensor=4))
     assert "mesh.shard is 0" in lone_refusal(capsys, *check(device=device, shard=0))
     assert "device is 'gpu'" in lone_refusal(capsys, *check(device="gpu"))
-
-
-def test_a_pipeline_is_refused_where_a_stage_may_train_nothing() -> None:
-    section = MeshSection(pipeline=2)
-    two = "model.config.num_hidden_layers=2"
-    for settings in ((two,), (two, "model.adapter.scheme=rolora")):
-        mesh, _ = mesh_for(tiny(*settings), section, "cpu")
-        assert mesh.pipeline == 2
-    with pytest.raises(ModelError) as refused:
-        mesh_for(tiny(two, "aggregation.part=0.5"), section, "cpu")
-    assert (refused.value.field, refused.value.value) == ("mesh.pipeline", 2)
 
 
 def test_a_wrong_mesh_is_refused_before_data_is_prepared(

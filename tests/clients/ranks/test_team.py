@@ -39,7 +39,6 @@ MESHES = {
     "replicate": MeshSection(replicate=2),
     "shard": MeshSection(shard=2),
     "tensor": MeshSection(tensor=2),
-    "pipeline": MeshSection(pipeline=2),
 }
 WIDE = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
 """A model whose update is several blocks, so that each rank has some."""
@@ -308,7 +307,7 @@ def test_a_federation_trains_on_three_meshes(
 ) -> None:
     """Through the command, with the secure sum; evaluated at the sites, by their ranks."""
     meshes = [
-        "{share=0.25,mesh={pipeline=2}}",
+        "{share=0.25,mesh={replicate=2}}",
         "{share=0.25,mesh={shard=2}}",
         "{share=0.25,mesh={tensor=2}}",
     ]

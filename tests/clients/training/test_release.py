@@ -29,9 +29,10 @@ from cloister.aggregation.vector.average import WEIGHT, PlainSum, SumLayout, wei
 from cloister.aggregation.vector.ring import RingVector
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
 from cloister.clients.training.work import masking
 from cloister.lm.training.moments import Carry
+from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism
@@ -75,7 +76,7 @@ def zeros(size: int) -> Floats:
 def test_an_update_of_another_length_does_not_leave() -> None:
     mechanism, layout = exit_of(5)
     with raises(UpdateError, "update", says="vector of 5"):
-        contribution(Protected(layout, mechanism, 1.0, SECRET), Finished(zeros(4), 1, 0.5))
+        contribution(Protected(layout, mechanism, 1.0, SECRET), LocalUpdate(zeros(4), 1, 0.5))
 
 
 def test_nothing_of_the_data_stands_beside_the_vector() -> None:
@@ -83,7 +84,9 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     mechanism, layout = exit_of(7)
     assert layout.names == ("weight",)
     one, other = (
-        contribution(Protected(layout, mechanism, 1.0, SECRET.child("x")), Finished(zeros(7), tokens, loss))
+        contribution(
+            Protected(layout, mechanism, 1.0, SECRET.child("x")), LocalUpdate(zeros(7), tokens, loss)
+        )
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
     )
     assert np.array_equal(one, other)
@@ -95,7 +98,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     one, other = (
         contribution(
             InClear(layout, seed_of(0), AggregationSection(weighting="uniform")),
-            Finished(zeros(7), tokens, loss),
+            LocalUpdate(zeros(7), tokens, loss),
         )
         for tokens, loss in ((1, 0.5), (10**6, 99.0))
     )
@@ -104,7 +107,7 @@ def test_nothing_of_the_data_stands_beside_the_vector() -> None:
     # Without privacy both are in it.
     layout = Sums(parse(""), 7).training
     one, other = (
-        contribution(InClear(layout, seed_of(0), AggregationSection()), Finished(zeros(7), tokens, loss))
+        contribution(InClear(layout, seed_of(0), AggregationSection()), LocalUpdate(zeros(7), tokens, loss))
         for tokens, loss in ((1, 0.5), (4000, 99.0))
     )
     assert not np.array_equal(one, other)
@@ -150,7 +153,7 @@ def test_under_real_masks_the_noise_is_that_of_the_survivors(
     vectors = [
         contribution(
             Protected(layout, mechanism, 1.0, SECRET.child(str(number))),
-            Finished(update.astype(np.float32), 9, 1.0),
+            LocalUpdate(update.astype(np.float32), 9, 1.0),
         )
         for number, update in enumerate(updates)
     ]
@@ -204,7 +207,7 @@ class Ranks:
         self._barrier.wait()
         return gathered
 
-    def contribution(self, code: Code, update: Finished) -> RingVector:
+    def contribution(self, code: Code, update: LocalUpdate) -> RingVector:
         """What the ranks send, each its span and the last one the tail, assembled."""
 
         def release(rank: int) -> tuple[RingVector, Clipped]:
@@ -248,9 +251,9 @@ def code_of(kind: str, size: int, bits: int) -> Code:
     return code_for(sums, rounding=seed_of(7), clip=clip, noise=SECRET.child(kind))
 
 
-def update_of(size: int, scale: float, seed: int) -> Finished:
+def update_of(size: int, scale: float, seed: int) -> LocalUpdate:
     values = np.random.default_rng(seed).normal(0, scale, size).astype(np.float32)
-    return Finished(values, 321, 1.25)
+    return LocalUpdate(values, 321, 1.25)
 
 
 @given(
@@ -315,7 +318,7 @@ def test_all_spans_are_zeros_where_one_is_not_finite(where: int, bad: float) -> 
     size = 3 * BLOCK + 17
     code, update = code_of("adaptive", size, 32), update_of(size, 0.01, 1)
     update.vector[where] = bad
-    expected = contribution(code, Finished(zeros(size), 321, 1.25))
+    expected = contribution(code, LocalUpdate(zeros(size), 321, 1.25))
     assert isinstance(code, Protected)
     expected[size] -= (
         code.mechanism.count_step
@@ -398,7 +401,7 @@ def test_the_mean_of_a_sum_is_weighted_by_temperature() -> None:
         sent = []
         for number, (count, value) in enumerate(zip(tokens, values, strict=True)):
             code = code_for(Sums(plan, 3), rounding=seed_of(number), carry=None)
-            sent.append(contribution(code, Finished(np.full(3, value, np.float32), count, 1.0)))
+            sent.append(contribution(code, LocalUpdate(np.full(3, value, np.float32), count, 1.0)))
             total.add([(0, sent[-1])])
         opened = total.open()
         assert opened.counters["tokens"] == sum(tokens)

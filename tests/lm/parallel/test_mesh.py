@@ -19,7 +19,6 @@ from cloister.clients.checks.doctor import site_bytes
 from cloister.clients.checks.memory_estimate import estimated_memory
 from cloister.lm.model.model import configuration, load_model, save_pretrained
 from cloister.lm.parallel.mesh import Mesh, choose
-from cloister.lm.parallel.pipeline import divided
 from cloister.lm.parallel.shards import Cuts, Region, between, region
 from cloister.lm.tasks.evaluate import HeldOut
 from cloister.lm.training.train import LocalUpdate
@@ -40,7 +39,6 @@ from cloister.tests.parties.ranks.rank_rounds import (
     train,
     train_after_a_forward_pass,
     train_compiled,
-    train_without_memory,
 )
 from cloister.tests.parties.ranks.ranks import run_ranks
 from cloister.tests.tools.carrying import carry_in
@@ -52,8 +50,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-PIPELINES = [Mesh(1, 1, 1, 2), Mesh(2, 1, 1, 2), Mesh(1, 2, 1, 2), Mesh(1, 1, 2, 2)]
-MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2), *PIPELINES]
+MESHES = [Mesh(2, 1, 1), Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 2, 2)]
 DATA = [Mesh(2, 1, 1), Mesh(1, 2, 1)]
 TENSOR = [Mesh(1, 1, 2), Mesh(1, 2, 2)]
 KEEP, MUON = "local.optimizer_state=keep", "local.optimizer=muon"
@@ -63,15 +60,10 @@ another length, which clipping hides."""
 
 
 def by_degrees(mesh: Mesh) -> str:
-    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}-{mesh.pipeline}"
+    return f"{mesh.replicate}-{mesh.shard}-{mesh.tensor}"
 
 
-def marked(mesh: Mesh, *also: object) -> Any:
-    """The parameters of a test on a mesh, which is slow with stages of several ranks."""
-    return pytest.param(mesh, *also, marks=pytest.mark.slow if mesh in PIPELINES[1:] else ())
-
-
-on_all = pytest.mark.parametrize("mesh", [marked(mesh) for mesh in MESHES], ids=by_degrees)
+on_all = pytest.mark.parametrize("mesh", MESHES, ids=by_degrees)
 on_data = pytest.mark.parametrize("mesh", DATA, ids=by_degrees)
 on_tensor = pytest.mark.parametrize("mesh", TENSOR, ids=by_degrees)
 
@@ -94,15 +86,7 @@ WITH_DATA = [
     ("gpt2",),
     CLASSES,
 ]
-UNEQUAL = ("qwen3", "model.config.num_hidden_layers=3", "local.batch_size=1")
-"""Stages have two blocks and one; of the two micro-batches that they need, one has no row of the batch."""
-WITH_STAGES: dict[Mesh, list[tuple[str, ...]]] = {
-    Mesh(1, 1, 1, 2): [UNEQUAL, FFA, (*FFA, MUON), ("mistral", MUON)],
-    Mesh(2, 1, 1, 2): [FFA],
-    Mesh(1, 2, 1, 2): [UNEQUAL, FFA],
-    Mesh(1, 1, 2, 2): [("qwen3",)],
-}
-ROUNDED = ("qwen2", "local.precision=bfloat16")
+REPLICAS, WITH_MUON = Mesh(2, 1, 1), (*FFA, MUON)
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +156,11 @@ def on(mesh: Mesh, folder: Path) -> Found:
 
 
 def plans_of(mesh: Mesh) -> list[tuple[str, ...]]:
-    if mesh.pipeline > 1:
-        return [*ALL, *WITH_STAGES[mesh], *([ROUNDED] if mesh.size == 2 else [])]
-    return [*ALL, *(WITH_TENSOR if mesh.tensor > 1 else WITH_DATA)]
+    return [
+        *ALL,
+        *(WITH_TENSOR if mesh.tensor > 1 else WITH_DATA),
+        *([WITH_MUON] if mesh == REPLICAS else []),
+    ]
 
 
 def end_of(job: Job) -> Any:
@@ -184,8 +170,9 @@ def end_of(job: Job) -> Any:
 
 
 def joined(parts: Sequence[LocalUpdate], size: int) -> Any:
-    check_pieces([(part.offset, part.vector) for part in parts], size, np.float32)
-    return np.concatenate([part.vector for part in parts])
+    whole = np.concatenate([part.vector for part in parts])
+    assert (whole.size, whole.dtype.name) == (size, "float32")
+    return whole
 
 
 def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
@@ -194,7 +181,7 @@ def same_round(parts: Sequence[LocalUpdate], whole: LocalUpdate) -> None:
     assert np.abs(vector - whole.vector).max() < 1e-4 * np.abs(whole.vector).max()
     assert {part.loss for part in parts} == {parts[0].loss}
     assert parts[0].loss == pytest.approx(whole.loss, abs=1e-5)
-    assert {(part.tokens, part.steps) for part in parts} == {(whole.tokens, whole.steps)}
+    assert {part.tokens for part in parts} == {whole.tokens}
 
 
 # --- the same round ---------------------------------------------------------------------------------------------------
@@ -220,6 +207,10 @@ def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str,
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
+def test_muon_steps_on_whole_matrices_in_replicas(folder: Path) -> None:
+    same_round(on(REPLICAS, folder).rounds[WITH_MUON], one_process(folder, *WITH_MUON)[1])
+
+
 def test_ranks_train_with_the_weights_of_classes(folder: Path) -> None:
     """Without the weights the update that they are compared with is another one."""
     weighted, plain = (
@@ -228,44 +219,12 @@ def test_ranks_train_with_the_weights_of_classes(folder: Path) -> None:
     assert np.linalg.norm(weighted.vector - plain.vector) > 0.1 * np.linalg.norm(plain.vector)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "plan"),
-    [marked(mesh, plan) for mesh in PIPELINES for plan in WITH_STAGES[mesh]],
-    ids=lambda value: value[0] if isinstance(value, tuple) else by_degrees(value),
-)
-def test_models_and_optimizers_in_stages(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
-    same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
-
-
-def test_stages_in_bfloat16(folder: Path) -> None:
-    parts, (_, whole) = on(PIPELINES[0], folder).rounds[ROUNDED], one_process(folder, *ROUNDED)
-    vector = joined(parts, whole.vector.size)
-    assert np.linalg.norm(vector - whole.vector) < 0.02 * np.linalg.norm(whole.vector)
-    assert parts[0].loss == pytest.approx(whole.loss, rel=1e-3)
-
-
 @on_all
 def test_packed_records_and_checkpointing(mesh: Mesh, folder: Path) -> None:
     job, other = one_process(folder, *LLAMA)
     whole = train(None, jobs=[replace(job, packed=True)])[0]
     same_round(on(mesh, folder).packed, whole)
     assert np.linalg.norm(whole.vector - other.vector) > 0.01 * np.linalg.norm(whole.vector)
-
-
-@pytest.mark.slow
-def test_a_stage_in_the_middle_has_blocks_only(folder: Path) -> None:
-    """And two ranks share the weights of each stage."""
-    job, whole = one_process(folder, "llama", "model.config.num_hidden_layers=4", *DIVIDED)
-    same_round([update for (update,) in run_ranks(Mesh(1, 2, 1, 3), partial(train, jobs=[job]))], whole)
-
-
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(2, 8))
-def test_micro_batches_of_a_pipeline(rows: int, micro_batches: int, stages: int) -> None:
-    size, count = divided(rows, micro_batches, stages)
-    assert count >= stages
-    assert size <= max(rows, 1)
-    assert size * count >= max(rows, 1) * micro_batches
-    assert count == stages or size * (count - 1) < max(rows, 1) * micro_batches, "none is empty"
 
 
 @on_all
@@ -295,24 +254,15 @@ def test_equal_weights_give_equal_bytes(mesh: Mesh, folder: Path) -> None:
 def test_a_rank_has_its_part_and_the_right_buffers(mesh: Mesh, folder: Path) -> None:
     whole = held(None, job=one_process(folder, *LLAMA)[0])
     most = {Mesh(2, 1, 1): 1.0, Mesh(1, 2, 1): 0.51, Mesh(1, 1, 2): 0.65, Mesh(1, 2, 2): 0.33}
-    most |= {Mesh(1, 1, 1, 2): 0.51, Mesh(2, 1, 1, 2): 0.51, Mesh(1, 2, 1, 2): 0.26, Mesh(1, 1, 2, 2): 0.37}
     parts = on(mesh, folder).held
-    for rank, found in enumerate(parts):
-        # Each parameter, under its own name, is in one stage only.
-        stage = mesh.coordinates(rank).pipeline
-        others = {
-            name
-            for other, part in enumerate(parts)
-            for name in part.names
-            if mesh.coordinates(other).pipeline != stage
-        }
-        assert found.names == [name for name in whole.names if name not in others]
+    for found in parts:
+        assert found.names == whole.names
         assert found.buffers.keys() == whole.buffers.keys() != set()
         for name, buffer in whole.buffers.items():
             np.testing.assert_array_equal(found.buffers[name], buffer)
         assert found.elements <= most[mesh] * whole.elements
     assert sum(part.first for part in parts) == whole.elements, "one rank writes each part of a state"
-    assert len({part.draws for part in parts}) == mesh.data * mesh.pipeline, "dropout of each row and block"
+    assert len({part.draws for part in parts}) == mesh.data, "dropout of each row"
 
 
 @on_all
@@ -378,7 +328,7 @@ def test_kept_moments_go_on_on_any_other_mesh(folder: Path, tmp_path: Path) -> N
     """The moments of each round are those of the newest one, whatever mesh that had, and each is written once."""
     job, first = one_process(folder, "llama", KEEP)
     alone, changing = tmp_path / "alone", tmp_path / "changing"
-    meshes = [Mesh(1, 2, 1, 2), Mesh(2), None, Mesh(1, 1, 2)]
+    meshes = [Mesh(1, 2, 2), Mesh(2), None, Mesh(1, 1, 2)]
     for round, mesh in enumerate(meshes, 1):
         expected = train(None, jobs=[replace(job, round=round, carry=carry_in(alone, round))])[0]
         work = partial(train, jobs=[replace(job, round=round, carry=carry_in(changing, round))])
@@ -419,25 +369,6 @@ def test_another_number_of_processes_is_refused(folder: Path) -> None:
         run_ranks(Mesh(2, 1, 1), partial(train, jobs=[job]), processes=1)
 
 
-@pytest.mark.slow
-def test_an_adapter_under_tensor_parallelism_is_refused(folder: Path) -> None:
-    job, _ = one_process(folder, "llama", "model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
-    with raises(ModelError, "mesh.tensor", says="with an adapter"):
-        run_ranks(Mesh(1, 1, 2), partial(train, jobs=[job]))
-
-
-def test_tied_embeddings_in_stages_are_refused(folder: Path) -> None:
-    job, _ = one_process(folder, "llama", "model.config.tie_word_embeddings=true")
-    with raises(ModelError, "mesh.pipeline", says="tied"):
-        run_ranks(Mesh(pipeline=2), partial(train, jobs=[job]))
-
-
-def test_a_stage_without_memory_says_so(folder: Path) -> None:
-    job, _ = one_process(folder, *LLAMA)
-    with raises(ModelError, "local.batch_size"):
-        run_ranks(Mesh(pipeline=2), partial(train_without_memory, job=job))
-
-
 MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 
 
@@ -445,42 +376,12 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
     ("mesh", "kind", "overrides", "field", "says"),
     [
         (
-            Mesh(4, 2, 1, 2),
+            Mesh(4, 2, 2),
             "llama",
             (),
             "mesh",
             ("replicate 4, shard 2", "at most 8", "16"),
         ),
-        (
-            Mesh(pipeline=2),
-            "gpt2",
-            (),
-            "mesh.pipeline",
-            ("gpt2", "mesh.shard"),
-        ),
-        (
-            Mesh(pipeline=2),
-            "gemma",
-            ("model.config.head_dim=8",),
-            "mesh.pipeline",
-            ("gemma", "llama, mistral"),
-        ),
-        (Mesh(pipeline=3), "llama", (), "mesh.pipeline", "num_hidden_layers = 2"),
-        (
-            Mesh(pipeline=2),
-            "llama",
-            ("model.config.tie_word_embeddings=true",),
-            "mesh.pipeline",
-            "tied",
-        ),
-        (
-            Mesh(2, 2, 1, 2),
-            "llama",
-            (),
-            "mesh.pipeline",
-            "replicate and shard",
-        ),
-        (Mesh(tensor=4, pipeline=2), "llama", (), "mesh.tensor", "is 4"),
         (Mesh(tensor=4), "llama", (), "mesh.tensor", "num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), "mesh.tensor", "num_attention_heads = 4"),
         (
@@ -517,7 +418,7 @@ def test_a_mesh_that_does_not_fit(
 
 def test_meshes_that_fit() -> None:
     fit = [(Mesh(2, 2, 1), "gpt2"), (Mesh(1, 2, 2), "qwen3"), (Mesh(2, 1, 2), "llama")]
-    for mesh, kind in (*fit, *((mesh, "mistral") for mesh in PIPELINES)):
+    for mesh, kind in fit:
         mesh.check(4, configuration(tiny(kind)), "full")
 
 
@@ -551,7 +452,7 @@ def test_a_region_is_what_torch_gives_a_rank(shape: list[int], mesh: Mesh, tenso
             if dimension >= 0:
                 chunks = torch.chunk(part, parts, dimension)
                 part = chunks[index] if index < len(chunks) else part[:0]
-        rows, columns = region(shape, Cuts(1, tensor, 0), mesh, at)
+        rows, columns = region(shape, Cuts(tensor, 0), mesh, at)
         found = whole.reshape(shape[0], -1)[rows.start : rows.stop, columns.start : columns.stop]
         assert torch.equal(found.flatten(), part.flatten())
 

@@ -782,9 +782,3 @@ def test_epochs_and_seeds_differ() -> None:
     other = next(batches(100, 100, (1, 3)))
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, other)
-
-
-@pytest.mark.parametrize(("n", "batch_size"), [(0, 1), (1, 0)])
-def test_batches_of_nothing_are_refused(n: int, batch_size: int) -> None:
-    with raises(ValueError, f"batches of {batch_size} from {n} sequences"):
-        batches(n, batch_size, (0,))

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cloister.lm.text.chat import render
-from cloister.lm.text.examples import ANSWER, CONTEXT, Example, _identity, to_examples
+from cloister.lm.text.examples import ANSWER, CONTEXT, Example, to_examples
 from cloister.lm.text.records import Records, Unusable, read_each, read_records
-from cloister.lm.text.tokenizer import END, PAD, byte_tokenizer
+from cloister.lm.text.tokenizer import END, PAD, byte_tokenizer, tokenizer_digest
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import DataSection
 from cloister.tests.tools.raises import raises
@@ -141,7 +141,7 @@ SLOW.add_special_tokens({"additional_special_tokens": ["<never in a text>"]})
 
 
 def test_another_special_token_makes_another_tokenizer() -> None:
-    assert _identity(SLOW) != _identity(BYTES)  # so that its bytes are not read off
+    assert tokenizer_digest(SLOW) != tokenizer_digest(BYTES)  # so that its bytes are not read off
 
 
 @pytest.mark.parametrize("format_", ["text", "prompt", "messages"])

@@ -145,7 +145,6 @@ def test_a_round_is_a_plain_loop(overrides: list[str]) -> None:
     # Adam divides by the root of tiny second moments, so single elements are the last to agree.
     np.testing.assert_allclose(run.start + update.vector, expected, rtol=0, atol=1e-5)
     assert np.linalg.norm(run.start + update.vector - expected) < 1e-5 * np.linalg.norm(update.vector)
-    assert update.steps == 4
 
 
 def test_fedprox_equals_its_penalty_through_autograd() -> None:

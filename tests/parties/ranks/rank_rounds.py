@@ -226,19 +226,6 @@ def refused_update(ranks: DeviceMesh, *, job: Job) -> str:
     return ""
 
 
-def train_without_memory(ranks: DeviceMesh, *, job: Job) -> None:
-    """Train the job where the memory is exhausted in the last block."""
-    model = model_of(ranks, job)
-
-    def exhausted(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    for name, module in model.module.named_modules():
-        if name == "model.layers.1.mlp":
-            module.register_forward_pre_hook(exhausted)
-    Trainer(from_json(job.plan), model, CPU, ranks).train(start_of(job), some(), round=1, site_seed=SITE)
-
-
 def forward_passes(ranks: DeviceMesh, *, job: Job) -> int:
     """How often the first block's feed-forward layers run in a round."""
     model, count = model_of(ranks, job), [0]

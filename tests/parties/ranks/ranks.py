@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch._dynamo  # noqa: F401  # defines a kind of unpickler, which cannot be defined while `no_pickles` is open
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 

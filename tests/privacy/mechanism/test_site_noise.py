@@ -24,7 +24,8 @@ from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import SumLayout
 from cloister.aggregation.vector.ring import RingVector
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
+from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism import site_noise
@@ -70,7 +71,7 @@ class Federation:
     ) -> RingVector:
         """What a site sends; a colluder is silent, and adds no noise."""
         mechanism = dataclasses.replace(self.mechanism, variance=0.0) if silent else self.mechanism
-        finished = Finished(update.astype(np.float32), 100, 2.0)
+        finished = LocalUpdate(update.astype(np.float32), 100, 2.0)
         return contribution(Protected(self.layout, mechanism, clip, SECRET.child(who)), finished)
 
     def vectors(

@@ -231,7 +231,7 @@ class Released:
         def train(_: Trainer, start: Any, *_more: Any, **_how: Any) -> LocalUpdate:
             update = np.zeros_like(start)
             update[PLACE] = 100 * CLIP
-            return LocalUpdate(update, 0, 0.0, 1)
+            return LocalUpdate(update, 0, 0.0)
 
         patch.setattr(Trainer, "train", train)
         clips = [CLIP]

@@ -21,7 +21,8 @@ from scipy.stats import norm, skellam
 
 from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.sums import Sums
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
+from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.audit.lower_bounds import distinguish
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -72,7 +73,7 @@ class Worlds:
         if records:
             update[:] = 0
             update[PLACE] = self.length
-        return contribution(Protected(self.layout, self.mechanism, 1.0, noise), Finished(update, 0, 0.0))
+        return contribution(Protected(self.layout, self.mechanism, 1.0, noise), LocalUpdate(update, 0, 0.0))
 
     @cached_property
     def totals(self) -> dict[bool, npt.NDArray[Any]]:

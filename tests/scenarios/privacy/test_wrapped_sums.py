@@ -28,7 +28,8 @@ from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.site import Site
 from cloister.clients.state.kept import Written
-from cloister.clients.training.release import Finished, contribution
+from cloister.clients.training.release import contribution
+from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.audit.lower_bounds import distinguish
 from cloister.privacy.mechanism.clip import rounded_l2
@@ -106,7 +107,7 @@ class Coordinator:
     def steps(self, update: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The signed integers of a site with an update, in clipping norms: those of the update, and the count."""
         made = Protected(self.layout, self.mechanism, 1.0, NoiseStream.fresh())
-        sent = contribution(made, Finished(update.astype(np.float32), 0, 0.0))
+        sent = contribution(made, LocalUpdate(update.astype(np.float32), 0, 0.0))
         return sent[: self.mechanism.size].view(self.signed).astype(np.int64)
 
     def released(

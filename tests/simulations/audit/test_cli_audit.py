@@ -246,7 +246,7 @@ TWICE = "magnitudes that are twice in a release"
 
 RELEASE = "noised = total.release("
 DEVIATION = "noise_multiplier * privacy.clip"
-SENT = "return Finished(local.vector, local.tokens, local.loss)"
+SENT = "return local\n"
 TAIL = "vector[layout.size :] = code.tail("
 SPEED = 'if plan.local.balance == "weighted" else 1.0'
 RECORDS = "1.0 + __import__('pathlib').Path(self._config.data).read_bytes().count(10)"
@@ -260,7 +260,7 @@ OTHERWISE_SENT = [
 ]
 """What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training, and
 number of records."""
-CLIP, NORM = "self._plan.privacy.clip", "torch.linalg.vector_norm(torch.stack(parts), dim=0)"
+CLIP, NORM = "self.plan.privacy.clip", "torch.linalg.vector_norm(torch.stack(parts), dim=0)"
 OTHER_CLIPS = [
     *(
         Mutant("clients.training.dpsgd:PrivateTrainer.new_sum", CLIP, f"{by} * {CLIP}")
@@ -275,20 +275,20 @@ OTHER_CLIPS = [
 ]
 """A longer clip, one of each layer for itself, and none of what is a little too long."""
 BY_HOOKS = Mutant(
-    "clients.training.dpsgd:_by_hooks",
+    "clients.training.dpsgd:PrivateTrainer._by_hooks",
     "sizes = sequences.starts[units + 1] - sequences.starts[units]",
     "units = np.concatenate([np.arange(*sequences.starts[each : each + 2]) for each in units] or [units]);"
     " sequences = __import__('dataclasses').replace(sequences, starts=np.arange(len(sequences) + 1));"
     " sizes = np.ones_like(units)",
 )
 ONE_BY_ONE = Mutant(
-    "clients.training.dpsgd:_one_by_one",
+    "clients.training.dpsgd:PrivateTrainer._one_by_one",
     "zip(sequences.starts[units], sequences.starts[units + 1], strict=True)",
     "((row, row + 1) for unit in units for row in range(*sequences.starts[unit : unit + 2]))",
 )
 HIGHER_RATES = [
     Mutant("clients.training.dpsgd:poisson_batch", "< rate", "< 1.1 * rate"),
-    Mutant("clients.training.dpsgd:PrivateTrainer.__init__", "self._rate = ", "self._rate = 1.1 * "),
+    Mutant(STEPS, "n_units, self._rate", "n_units, 1.1 * self._rate"),
 ]
 DRAWN, BATCH = "np.flatnonzero(noise.generator().random(n) < rate)", 'own.child("batch"), n_units, self._rate'
 SIZES = "np.diff(sequences.starts)"
