@@ -28,8 +28,6 @@ class Figure:
     """As `label`; empty: a count or a ratio, or the format says it."""
     better: Better = ""
     """Which values are better, if any are."""
-    column: str = ""
-    """Heading of its column in the table of a running simulation; empty: it has none."""
     over: Over = ""
     """How the values of all rounds become one of the run; empty: they do not."""
     zero: bool = True

@@ -33,9 +33,7 @@ FEATURE = Feature(
     wanted=lambda basis: basis.plan.cohort.mode == "async",
     coordinator=_AtCoordinator,
     figures=(
-        Figure(
-            "mean_staleness", "mean staleness", unit="rounds", form=".2f", column="staleness", over="mean"
-        ),
+        Figure("mean_staleness", "mean staleness", unit="rounds", form=".2f", over="mean"),
         Figure("most_staleness", "greatest staleness", ",", unit="rounds", over="greatest"),
         Figure(TOO_STALE, "updates dropped as too stale", ",", over="sum", zero=False),
     ),

@@ -239,7 +239,7 @@ FEATURE = Feature(
     coordinator=_AtCoordinator,
     tells=True,
     figures=(
-        Figure("least_steps", "fewest local steps", ",", column="steps from", over="least"),
-        Figure("most_steps", "most local steps", ",", column="to", over="greatest"),
+        Figure("least_steps", "fewest local steps", ",", over="least"),
+        Figure("most_steps", "most local steps", ",", over="greatest"),
     ),
 )

@@ -149,9 +149,7 @@ FEATURE = Feature(
     site=_AtSite,
     coordinator=_AtCoordinator,
     figures=(
-        Figure(
-            "train_loss", "training loss", ".3f", unit="nats per {label}", better="lower", column="train loss"
-        ),
+        Figure("train_loss", "training loss", ".3f", unit="nats per {label}", better="lower"),
         Figure("tokens", "{label}s learned from", ",", over="sum", in_line=False),
         Figure("clipped", "coordinates clipped", ",", better="lower", over="sum", zero=False),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from cloister.protocol.errors import RosterError
+from cloister.protocol.errors import RosterError, visible
 from cloister.protocol.identity.federation import Change, Federation
 from cloister.protocol.identity.fingerprint import given, same, shown
 
@@ -16,6 +16,18 @@ def fingerprint_line(fingerprint: bytes) -> str:
     """A fingerprint as a person reads it aloud."""
 
     return f"fingerprint  {shown(fingerprint)}"
+
+
+def version_lines(federation: Federation, changes: Iterable[Change]) -> list[str]:
+    """A version of a federation and what is new in it, as a person sees it who decides on it."""
+    return [
+        f"{federation.name}, version {federation.version}",
+        f"address      {federation.door}",
+        fingerprint_line(federation.fingerprint),
+        f"sites        {len(federation.sites)}",
+        *(f"  {site.name:<16}  {visible(site.contact)}" for site in federation.sites),
+        *(f"  {change.kind:<8}  {change.what}  {change.detail}" for change in changes),
+    ]
 
 
 def version_facts(federation: Federation, changes: Iterable[Change]) -> dict[str, object]:

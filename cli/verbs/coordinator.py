@@ -30,7 +30,7 @@ from cloister.cli.options.shared_options import (
     add_metrics,
     tell,
 )
-from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts
+from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts, version_lines
 from cloister.cli.show.display import describe
 from cloister.cli.verbs.logs import FIELDS, log_to_stderr
 from cloister.protocol.errors import EngineError, RosterError, visible
@@ -427,13 +427,9 @@ def _told(
     return tell(
         arguments,
         facts,
-        *(f"{change.kind:<8}  {change.what}  {change.detail}" for change in changes),
-        f"{federation.name}, version {federation.version}: {len(federation.sites)} sites",
-        *(f"  {site.name}" for site in federation.sites),
-        f"address      {federation.door}",
+        *version_lines(federation, changes),
         *(f"certificate  {name}: valid until {last:%Y-%m-%d}" for name, last in until.items()),
-        f"file         {registry.file}",
-        f"{fingerprint_line(federation.fingerprint)}\n",
+        f"file         {registry.file}\n",
         "next:",
         *(following or (_NEXT if federation.sites else _FIRST)),
     )

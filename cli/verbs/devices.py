@@ -133,11 +133,5 @@ def _shown(key: str, values: Sequence[int | None]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words, such as `0-3, 8`."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, run)) for run in found)
+    """Ascending numbers in words, such as `0 to 8: 5`."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}: {len(numbers)}"

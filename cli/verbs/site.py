@@ -28,7 +28,7 @@ from cloister.cli.options.shared_options import (
     chosen_plan,
     tell,
 )
-from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, version_facts
+from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, version_facts, version_lines
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.verbs.logs import log_to_stderr
 from cloister.cli.verbs.plan import privacy_rows, warnings
@@ -482,17 +482,10 @@ def _agreed(
 def _show(offer: Offer) -> None:
     """Print a version as the person sees it who decides on it."""
     federation, installed = offer.federation, offer.installed
-    print(f"{federation.name}, version {federation.version}")
-    print(f"address      {federation.door}")
-    print(f"{fingerprint_line(federation.fingerprint)}")
-    print(f"sites        {len(federation.sites)}")
-    for site in federation.sites:
-        print(f"  {site.name:<16}  {site.contact}")
     if installed is None:
-        print("changes      nothing is installed yet: check that you know every site above")
+        news = "nothing is installed yet: check that you know every site"
     elif installed.fingerprint == federation.fingerprint:
-        print("changes      none: this version is installed")
+        news = "none: this version is installed"
     else:
-        print(f"changes      since version {installed.version}")
-        for change in offer.changes:
-            print(f"  {change.kind:<8}  {change.what}  {change.detail}")
+        news = f"since version {installed.version}"
+    print(*version_lines(federation, offer.changes if installed else ()), f"changes      {news}", sep="\n")

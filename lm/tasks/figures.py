@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from cloister.lm.tasks.evaluate import HeldOut
 
 FIGURES: tuple[Figure, ...] = (
-    Figure("loss", "held-out loss", ".3f", unit="nats per {label}", better="lower", column="loss"),
-    Figure("perplexity", "perplexity", ".2f", better="lower", column="perplexity"),
-    Figure("accuracy", "accuracy", ".1%", better="higher", column="accuracy"),
-    Figure("bits_per_byte", "bits per byte", ".3f", better="lower", column="bits/byte"),
-    Figure("choice_accuracy", "choice accuracy", ".1%", better="higher", column="choice accuracy"),
+    Figure("loss", "held-out loss", ".3f", unit="nats per {label}", better="lower"),
+    Figure("perplexity", "perplexity", ".2f", better="lower"),
+    Figure("accuracy", "accuracy", ".1%", better="higher"),
+    Figure("bits_per_byte", "bits per byte", ".3f", better="lower"),
+    Figure("choice_accuracy", "choice accuracy", ".1%", better="higher"),
     Figure("macro_precision", "macro precision", ".3f", better="higher"),
     Figure("macro_recall", "macro recall", ".3f", better="higher"),
-    Figure("macro_f1", "macro F1", ".3f", better="higher", column="macro F1"),
+    Figure("macro_f1", "macro F1", ".3f", better="higher"),
 )
 """The order in which they are shown."""
 
