@@ -59,7 +59,7 @@ from cloister.simulations.audit.audit import audit
 from cloister.simulations.federation import simulate
 from cloister.tests.parties.federation import PRIVATE, RECORD, TINY, Federation, tiny, write_records
 from cloister.tests.scenarios.test_compressed_run import Run as Masked
-from cloister.tests.tools.command import found, ran, refusal, set_options
+from cloister.tests.tools.command import found, ran, set_options
 from cloister.tests.tools.kills import die, kill_while
 from cloister.tests.tools.mutants import Mutant
 from cloister.tests.tools.raises import raises
@@ -678,21 +678,19 @@ def test_the_words_follow_the_plan() -> None:
 
 
 def test_the_figures_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ["budget", "--unit", "site", "--central", "--delta", "1e-4"]
-    pattern = ["--separation", "2", "--participations", "3"]
-    one = found(capsys, *options, "--noise-multiplier", "2", "--rounds", "1")
-    all_rounds = found(capsys, *options, "--noise-multiplier", "2", "--rounds", "6", *pattern)
     plan = tiny(*CORRELATED)
     terms = terms_of(plan, count_parameters(plan)[1])
     assert terms is not None
-    assert one["epsilon"] == all_rounds["epsilon"] == terms.epsilon(ROUNDS)
-    assert "--separation" in refusal(capsys, *options[:3], "--rounds", "6", *pattern)
-    assert "both options together" in refusal(capsys, *options, "--rounds", "6", *pattern[:2])
-    assert "1 or more" in refusal(
-        capsys, *options, "--rounds", "6", "--separation", "0", "--participations", "1"
-    )
     settings = set_options(CORRELATED)
     (tmp_path / "plan.toml").write_text(TINY)
+    budget = (
+        "budget",
+        str(tmp_path / "plan.toml"),
+        *settings,
+        "--noise-multiplier",
+        f"{terms.noise_multiplier}",
+    )
+    assert found(capsys, *budget)["epsilon"] == terms.epsilon(ROUNDS)
     checked = found(capsys, "plan", "check", str(tmp_path / "plan.toml"), *settings)
     assert checked["epsilon"] == terms.epsilon(ROUNDS)
     status, out, _ = ran(capsys, "plan", "check", str(tmp_path / "plan.toml"), *settings)

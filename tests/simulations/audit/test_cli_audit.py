@@ -637,7 +637,7 @@ COORDINATE, MODEL = (
     "rounds whose model does not follow from the noised sums",
 )
 TOLD = "other values that sites have told"
-STEP = "optimizer.step(mean, part)"
+STEP = "features.step(context.model, mean, rounds)"
 LONGER = Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 1.01 * self.scale,")
 LEAKS = [
     (Mutant("clients.training.release:contribution", TAIL, f"vector[0] += int(update.loss); {TAIL}"), CHANGE),
