@@ -1,4 +1,4 @@
-"""A site as a Flower `ClientApp`: the only file in `clients/` that imports Flower."""
+"""A site as a Flower `ClientApp`: with `flower.py` all that imports Flower in `clients/`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Code(Protocol):
             values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
             tokens: What the site learned from.
             offset: Element of the update where `values` starts.
-            gather: Collects the numbers of all spans (`privacy.clip.Gather`).
+            gather: Collects the numbers of all spans (`privacy.mechanism.clip.Gather`).
             out: Ring integers of the span to write into.
 
         Raises:

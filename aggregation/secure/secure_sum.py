@@ -3,10 +3,10 @@
 After Bonawitz et al. 2017 ("Practical secure aggregation", the malicious-server variant with a consistency step), with
 the graph of Bell et al. 2020 above 64 sites, in its malicious variant. n sites, at most A of them colluding with the
 coordinator, at most D absent or dropping out. Everything a site sends is signed with the identity key that the roster
-holds (`protocol.roster`), over the protocol's name, the step and `ctx`, the hash of everything that the parties must
-agree on about this attempt (`Attempt.context`). The steps are those of a round (`protocol.messages.Step`,
-`server/round/round.py`). In step 1 each party repeats the public draw of the cohort (`protocol.cohort`): n, A, k and
-t follow from it, and sites that are absent are dropouts.
+holds (`protocol.identity.roster`), over the protocol's name, the step and `ctx`, the hash of everything that the
+parties must agree on about this attempt (`Attempt.context`). The steps are those of a round (`Step` in
+`protocol/messages/messages.py`, `server/round/round.py`). In step 1 each party repeats the public draw of the cohort
+(`protocol.messages.cohort`): n, A, k and t follow from it, and sites that are absent are dropouts.
 
 2. Advertise. A site checks the attempt that it is asked to join (2a-2c) and answers with two one-time X25519 keys: c
    for shares, s for masks; and with the history of what it carries from earlier rounds. U1 are the sites that answered,

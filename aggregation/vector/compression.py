@@ -93,7 +93,7 @@ class BlockCode:
         return float(self.most_kept / (2 ** (self.ring.bits - 1) - 1))
 
     def coded(self, span: Span) -> Span:
-        """Where a span of the values, which begins at a block of `protocol.blocks`, is in the coded update."""
+        """Where a span of the values, which begins at a block of `protocol.messages.blocks`, is in the coded update."""
         start, stop = (self.size if edge == self.values else edge for edge in (span.start, span.stop))
         return Span(start, stop)
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROTATED = 2**14
-"""Coordinates that are rotated together. `protocol.blocks.BLOCK` is a multiple, so that spans have whole ones."""
+"""Coordinates that are rotated together. A block (`protocol.messages.blocks`) has whole ones."""
 
 Floats = npt.NDArray[np.float32]
 

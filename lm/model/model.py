@@ -698,7 +698,7 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     the run computed with, and the adapter's configuration names it by the absolute path of the final folder. If the
     folder has moved, `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder/"base"), folder)` reads it.
 
-    The folder is replaced as a whole (`protocol.storage.write_folder`), and has a record of its files (`saved.py`).
+    The folder is replaced as a whole (`protocol.machine.storage`), and has a record of its files (`saved.py`).
 
     Raises:
         StorageError: the disk is full or refuses the write; an existing folder is unchanged.

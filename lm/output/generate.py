@@ -21,7 +21,7 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Continue `prompt` with the model in `folder`, as `lm.model.save_pretrained` writes it, on the CPU.
+    """Continue `prompt` with the model in `folder`, as `lm.model.model.save_pretrained` writes it, on the CPU.
 
     Args:
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.

@@ -1,6 +1,6 @@
 """Events: which mechanism ran, its noise, its sensitivity and its neighbours. A ledger keeps them as canonical JSON.
 
-An event has everything that an accountant needs and no data of an update: `accounting.py` composes events,
+An event has everything that an accountant needs and no data of an update: `accountant.py` composes events,
 `site_noise.py` and `terms.py` make them. Refused: one event with a free-text name, whose sensitivity and neighbours
 would be elsewhere.
 """

@@ -126,8 +126,8 @@ class NoiseStream:
             offset: Element of the whole vector where the result starts.
 
         Returns:
-            The samples of each block (`protocol.blocks`) in turn, float64. The array is reused: use or copy its
-            content before taking the next block.
+            The samples of each block (`protocol.messages.blocks`) in turn, float64. The array is reused: use or
+            copy its content before taking the next block.
 
         Raises:
             ValueError: an argument is out of range.

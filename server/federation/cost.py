@@ -42,7 +42,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
 
     Args:
         plan: The plan.
-        parameters: Parameters of its model, as `lm.model.Counts` has them, like what follows.
+        parameters: Parameters of its model, as `lm.model.model.Counts` has them, like what follows.
         trained: Those that are trained.
         summed: Those that a round trains and sums; None: all of them.
     """

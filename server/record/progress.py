@@ -202,7 +202,7 @@ class RoundDone:
     label: str = "token"
     """What a plan learns from: each `token`, or each `text` that is classified."""
     behind: bool | None = None
-    """Where sites carry something into the next round, whether its histories may differ (`sum.Total`)."""
+    """Where sites carry something into the next round, whether its histories may differ (`server.sum.wanted.Total`)."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What the plan's features tell of the round, by the names of their figures (`aggregation/features/`)."""
 

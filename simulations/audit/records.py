@@ -4,7 +4,7 @@ included them.
 A new `Site` with the first site's records joins the plan and is asked to contribute in round after round, as by a
 coordinator: its ledger is charged, `Site` calls the trainer with its noise, and its coded update is the next model. The
 sum is in clear; no other site takes part. Only the trainer is replaced (`Resident.trainer`), by those of
-`audit_steps.py`. A second `Site` of the same name, with an empty file of records, gets the same requests, and the
+`steps.py`. A second `Site` of the same name, with an empty file of records, gets the same requests, and the
 noised sums of the first one instead of its own: both must answer with the same bytes, to the join too.
 
 Steinke, Nasr and Jagielski 2023, with the gradient canaries of Nasr et al. 2021. Canaries are appended to the site's

@@ -161,11 +161,11 @@ class _Watch:
         self.rounds = 0
 
     def released(self, _group: int, mean: Floats, sites: int) -> None:
-        """As `server.round.RoundContext.released`."""
+        """As `server.round.round.RoundContext.released`."""
         self._means.append((mean.copy(), sites))
 
     def observe(self, event: object) -> None:
-        """As `server.progress.Observer`."""
+        """As `server.record.progress.Observer`."""
         if not isinstance(event, RoundDone):
             return
         self.rounds += 1
@@ -176,7 +176,7 @@ class _Watch:
         self._see(Released(event.round, sums, count, follows))
 
     def _count(self, event: RoundDone, means: Sequence[tuple[Floats, int]]) -> float | None:
-        """From where the clipping norm has moved (`privacy.site_noise`)."""
+        """From where the clipping norm has moved (`privacy.mechanism.site_noise`)."""
         adaptive = self._plan.privacy.adaptive
         if adaptive is None or len(means) > 1:
             return None

@@ -1,6 +1,6 @@
 """The audit with unit site: rounds of a run, with or without each honest site's canary in a sum.
 
-A new federation in one process runs the plan (`audit_rounds.py`): real sites join, and `server.run.run` asks them, sums
+A new federation in one process runs the plan (`rounds.py`): real sites join, and `server.run.run` asks them, sums
 their updates, under masks if the plan has them, charges, decodes, adds a trusted coordinator's noise, and keeps the
 model. Only training is replaced: by a fair coin a site has no records in a round, or its update is `FAR` clipping norms
 along one coordinate that no other site has. No site drops out. As many sites add noise as the claim counts on; the
@@ -125,7 +125,7 @@ class Law:
 
 
 class Whitened:
-    """Rows of noise C^-1 Z to rows of Z: the inverse of `privacy.correlated.CorrelatedNoise`.
+    """Rows of noise C^-1 Z to rows of Z: the inverse of `privacy.mechanism.correlated.CorrelatedNoise`.
 
     Args:
         blt: C.

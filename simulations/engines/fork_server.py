@@ -24,7 +24,10 @@ def start(plan: Plan) -> None:
 def modules(plan: Plan) -> list[str]:
     """The modules that a worker of a plan's sites needs and that take long to import."""
     adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
-    loading = ["transformers.modeling_utils", "transformers.modeling_layers"]  # by `lm.model.load_model`
+    loading = [
+        "transformers.modeling_utils",
+        "transformers.modeling_layers",
+    ]  # by `lm.model.model.load_model`
     divided = (
         ["cloister.clients.ranks.team"]
         if any(p.mesh != MeshSection() for p in plan.simulation.profiles)

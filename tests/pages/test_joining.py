@@ -84,7 +84,7 @@ def test_a_site_goes_on_where_it_was(
         patch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
         patch.setattr("builtins.input", lambda prompt: next(typed) if OTHERS[0] in prompt else "")
         assert "version" not in done(capsys, *approve[:-1])
-        assert "oncology, version 2: 2 sites" in done(capsys, *approve[:-1])
+        assert "oncology, version 2\n" in done(capsys, *approve[:-1])
     second = found(capsys, "coordinator", "show", federation)["fingerprint"]
     install = ["site", "install", "--folder", str(folder), "--fingerprint"]
     assert "fingerprint" in refusal(capsys, *install, first)
