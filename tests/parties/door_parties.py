@@ -23,8 +23,9 @@ from unittest import mock
 import grpc
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from cloister.clients.network.door import DoorSite, Visitor
 from cloister.clients.network.guard import Guard
@@ -89,13 +90,14 @@ class Authority:
 
     def __init__(self) -> None:
         key = new_key()
-        self._key = key
+        self._key = key_to_pem(key)  # a key is not picklable
         self.der = new_authority(key, "tests", _LONG_AGO, 2 * _DAYS).public_bytes(Encoding.DER)
 
     def server(self, *names: str, days: int = _DAYS, now: datetime.datetime = _NOW) -> ServerCertificate:
         """A certificate for a server with these names, the loopback address if there are none."""
         key = new_key()
-        authority, by = read_certificate(self.der, "tests"), self._key
+        authority, by = read_certificate(self.der, "tests"), load_pem_private_key(self._key, None)
+        assert isinstance(by, EllipticCurvePrivateKey)
         made = issue(authority, by, key, names or ("127.0.0.1", NAME), now, days)
         return ServerCertificate(certificate_to_pem(made), key_to_pem(key))
 
