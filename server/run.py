@@ -237,10 +237,9 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
 def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
-    limit = min(
-        plan.cohort.attempts, plan.run.rounds - last
-    )  # a run in which each round is lost does not end well
-    lost, spoiled = list[int](), 0
+    # A run of which no round is done does not end well, whoever has lost them.
+    limit = min(plan.cohort.attempts, plan.run.rounds - last)
+    first, lost, spoiled = last + 1, 0, 0  # `first` after the last round that is done
     for number in range(last + 1, plan.run.rounds + 1):
         known_liars = len(party.left_out)
         if party.members.newcomers():
@@ -260,10 +259,10 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
         last = number
         rows.report(result.facts())
         if not isinstance(result, RoundAbandoned):
-            lost = []
+            first, lost = number + 1, 0
             continue
         if len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
-            lost.append(number)
+            lost += 1
         if result.spoiled:
             spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
         if spoiled == limit:
@@ -275,9 +274,9 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
                 fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
                 "or continue this run with the next round",
             )
-        if len(lost) == limit:
+        if lost == limit or (number == plan.run.rounds and number - first >= limit - 1):
             raise QuorumError(
-                f"rounds {lost[0]} to {number}",
+                f"rounds {first} to {number}",
                 "given up",
                 expected="survivors that reveal their shares, and totals that honest sites can have",
                 fix="see above which sites did not, and repair them; the run continues with the next round",

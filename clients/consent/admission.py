@@ -64,6 +64,7 @@ class Admission:
             PolicyError, BudgetError: its policy does not allow it.
             PlanError: the plan sums in clear, which its configuration does not allow.
             RosterError: its roster has not as many sites as the plan.
+            LedgerError: its ledger is damaged, lost or older.
         """
         self.check_secure(plan)
         try:
@@ -73,6 +74,7 @@ class Admission:
             raise
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
+        self._spending.history()  # a site whose ledger is lost or older joins no run
         if self._config.policy:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 

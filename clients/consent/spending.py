@@ -117,13 +117,23 @@ class Spending:
             LedgerError: the ledger is damaged or altered, or has another owner.
             StorageError: it cannot be read.
         """
+        history = self.history()
+        paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
+        coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
+        return composed([*history.events(self._dataset), *coming], delta or terms.delta)
+
+    def history(self) -> History:
+        """What the site's ledger holds.
+
+        Raises:
+            LedgerError: the ledger is damaged, altered, lost or older, or has another owner.
+            StorageError: it cannot be read.
+        """
         history = History(())
         if self._path.exists():
             history = read_history(self._path).of_owner(self._config.name)
         self._check_newest(history.entries)
-        paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
-        coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
-        return composed([*history.events(self._dataset), *coming], delta or terms.delta)
+        return history
 
     def _check_newest(self, entries: Sequence[Entry]) -> None:
         """Check that the ledger has the last charge that the site has made in it.

@@ -368,6 +368,8 @@ class PrivateTrainer(Bench):
         PlanError: the plan asks for a method that is wrong for its model.
     """
 
+    dropout = True
+
     def __init__(
         self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
     ) -> None:

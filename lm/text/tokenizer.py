@@ -132,6 +132,13 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedToken
             expected=f"a tokenizer of the tokenizers library (tokenizer.json), not {type(tokenizer).__name__}",
             fix="convert it, or choose another tokenizer: model.tokenizer",
         )
+    if getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+        raise ModelError(
+            field,
+            name,
+            expected="a tokenizer that cuts a text in one way, and its model has a dropout",
+            fix="set dropout to null in its tokenizer.json",
+        )
     if tokenizer.eos_token_id is None and (ends or tokenizer.pad_token_id is None):
         raise ModelError(
             field,

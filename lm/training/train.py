@@ -70,6 +70,11 @@ class Bench:
     """What trainers share: the plan's model on one device, or in the ranks of a mesh, reset for each round to the state
     of a new process.
 
+    Attributes:
+        dropout: Whether the model trains with dropout and other randomness of its own. Only where all randomness is
+            secret and each vector is noised: masks that differ between sites, known to others or not, can make the
+            vectors of all sites but one zeros, and their sum that one's vector.
+
     Args:
         plan: The plan.
         model: The plan's model; it is moved to `device` and belongs to the trainer afterwards, but its parameters may
@@ -77,6 +82,8 @@ class Bench:
         device: Where to train.
         ranks: The mesh that the model was divided on (`parallelize`), in each of its ranks; None for one process.
     """
+
+    dropout = False
 
     def __init__(
         self, plan: Plan, model: LanguageModel, device: torch.device, ranks: DeviceMesh | None = None
@@ -127,7 +134,7 @@ class Bench:
         torch.set_num_threads(local.threads)
         weights.place(start)
         self.module.zero_grad(set_to_none=True)
-        self.module.train()
+        self.module.train(self.dropout)
         trained = weights.trained(part)
         optimizer = LocalOptimizer(self.plan, self.module, trained, self.device)
         kept = None
@@ -171,8 +178,8 @@ class Trainer(Bench):
     """Trains any site's round of one plan on one device, or in the ranks of a mesh.
 
     The batch is the plan's, whatever the mesh: every rank draws all rows and computes its part of each micro-batch, and
-    the loss and gradient of a step are those of one process up to rounding. Dropout is equal in law only. Every rank
-    calls `train` with the same arguments, and gets its span of the update.
+    the loss and gradient of a step are those of one process up to rounding. There is no dropout. Every rank calls
+    `train` with the same arguments, and gets its span of the update.
     """
 
     def train(
@@ -192,7 +199,7 @@ class Trainer(Bench):
         Args:
             start: The global model, float32, shape (layout.size,); not modified.
             sequences: The site's training sequences.
-            round: The round, from 1; with `site_seed` and the plan's seed it determines batches and dropout.
+            round: The round, from 1; with `site_seed` and the plan's seed it determines batches.
             site_seed: Separates this site's random choices from those of other sites.
             part: The part of the model's layout that is trained; None: that of the round by the plan's schedule
                 (`lm/model/schedule.py`).
@@ -218,7 +225,8 @@ class Trainer(Bench):
         seeds = (self.plan.run.seed, round, *site_seed)
 
         def take_steps(trained: Named, optimizer: LocalOptimizer) -> tuple[int, float]:
-            with seeded("train", *seeds, *self.weights.draws, device=self.device):
+            # What a model draws by itself is the same at all sites; the order of batches is the site's own.
+            with seeded("train", *seeds[:2], *self.weights.draws, device=self.device):
                 tokens, loss = self._steps(sequences, trained, optimizer, taken, before, seeds, progress)
             if not self.weights.least(math.isfinite(loss)):
                 raise _not_finite(round, f"non-finite, with a training loss of {loss}")

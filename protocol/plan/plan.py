@@ -371,7 +371,7 @@ class CohortSection(Section):
         `Plan.quorum` is the number that counts. None: of a round's whole cohort."""
         if self.mode == "async":
             return math.ceil(self.sites / 2) if self.buffer is None else self.buffer
-        return max(1, math.ceil(self.quorum * (self.size() if n is None else n)))
+        return max(1, math.ceil(self.quorum * (self.size() if n is None else n) - 1e-9))
 
     def most_stale(self) -> int:
         """Most rounds since the model of an update, with `mode = "async"`."""

@@ -130,6 +130,13 @@ def outcome(files: RunFiles) -> Outcome:
 _LARGE = 10**9  # bytes, which take a second to read where they are not in memory
 
 
+def remove_secrets(files: RunFiles) -> None:
+    """Remove what could open a run's last sum without noise, of a run that is not continued."""
+    files.noise.unlink(missing_ok=True)
+    for secret in (files.attempt, files.spool):
+        shutil.rmtree(secret, ignore_errors=True)
+
+
 def finish(folder: RunFolder, observe: Observer) -> None:
     """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
 
@@ -139,9 +146,7 @@ def finish(folder: RunFolder, observe: Observer) -> None:
         RunFolderError: the checkpoint is missing or damaged.
         StorageError: the disk is full.
     """
-    folder.noise.unlink(missing_ok=True)  # a crash may have come between the journal and the end of the run
-    for secret in (folder.attempt, folder.spool):
-        shutil.rmtree(secret, ignore_errors=True)
+    remove_secrets(folder)  # a crash may have come between the journal and the end of the run
     final, last = folder.final, outcome(folder).rounds
     if not final.is_dir():
         why = "it is missing"

@@ -104,8 +104,9 @@ class Masked(Plain):
         if lacking := coordinator.lacking:
             accused = {of for _, of in coordinator.complaints}.intersection(lacking)
             self.course.blamed = frozenset(accused or set(requests).difference(revealed))
-        # 7. Charge, then open.
-        self.pay()
+        # 7. Charge, then open; of a sum that cannot be opened nothing is released.
+        if not lacking:
+            self.pay()
         total = coordinator.sum(threads=len(os.sched_getaffinity(0)))
         return self.sum_layout.open(total, len(survivors.survivors), self.bounds)
 
@@ -197,6 +198,7 @@ class Masked(Plain):
             except CloisterError as error:
                 self.drop(reply.site, str(error))
             else:
+                self.party.refused.discard(reply.site)  # it takes part again
                 left.append(reply.site)
 
         kept = self.kept.replies(context, kind)

@@ -168,6 +168,7 @@ class Plain:
             except CloisterError as error:
                 refusal = str(error)
         if refusal is None:
+            self.party.refused.discard(reply.site)  # it takes part again
             self.course.folded.add(reply.site)
             self.party.observe(SiteAnswered(self.wanted.round, reply.site))
         else:
@@ -183,7 +184,8 @@ class Plain:
         """Drop a site from this attempt."""
         if refused:
             self.party.record("refusal", self.wanted.round, self.attempt.number, {site: reason})
-            self.party.refused.add(site)
+            if self.wanted.purpose == TRAIN:
+                self.party.refused.add(site)
             detail = {"site": site, "reason": reason}
             self.party.journal.record(self.wanted.round, self.attempt.number, steps.REFUSED, detail)
         self.course.dropped = f" ({site}: {reason})"

@@ -9,6 +9,7 @@ against those who see no other trial, no time and no load of a processor.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from cloister.privacy.accounting.accountant import Spent, mechanism, over_runs, 
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.events import Event, to_json
-from cloister.protocol.errors import BudgetError, PlanError
+from cloister.protocol.errors import BudgetError, PlanError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed
-from cloister.simulations.search.search import Search, Values, of_trial, trial_plan
+from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_trial, trial_plan
 
+_PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps")
+"""What the fields begin with that can change the cost, perhaps only together with others."""
 LEDGER = "ledger.sqlite"
 """The ledger over runs in the folder of a search whose plan names none."""
 
@@ -140,15 +143,26 @@ def _run(plan: Plan, values: Values) -> tuple[Event, ...]:
 
 
 def _corners(plan: Plan, search: Search) -> list[tuple[Event, ...]]:
-    """What runs cost that combine choices and bounds of the fields that change the cost, each cost once.
+    """What runs cost that combine choices and bounds of the fields that can change the cost, each cost once.
 
-    The cost rises or falls with each of these fields, so no other settings cost more. Combinations that are not sound
-    are left out: their trials fail.
+    The cost rises or falls with each of these fields, so no other settings cost more. A field may change it only
+    together with another one. Combinations that are not sound are left out: their trials fail.
+
+    Raises:
+        SearchError: there are too many combinations.
     """
     usual, priced = _run(plan, {}), []
     for parameter in search.parameter:
-        if any(_run(plan, {parameter.field: value}) != usual for value in parameter.edges()):
+        can = parameter.field.startswith(_PRICED)
+        if can or any(_run(plan, {parameter.field: value}) != usual for value in parameter.edges()):
             priced.append(parameter)
+    if math.prod(len(parameter.edges()) for parameter in priced) > LARGEST_GRID:
+        raise SearchError(
+            "parameter",
+            len(priced),
+            expected=f"fields that can change the cost with at most {LARGEST_GRID} combinations of bounds and choices",
+            fix="search fewer of them at once",
+        )
     found: dict[tuple[Event, ...], None] = {}
     for values in itertools.product(*(parameter.edges() for parameter in priced)):
         with suppress(PlanError):

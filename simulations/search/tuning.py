@@ -24,7 +24,7 @@ from cloister.protocol.plan.soundness import from_json
 from cloister.server.record.folder import RunFiles, locked, make_folder
 from cloister.server.record.history import reached, run_history
 from cloister.server.record.journal import DONE
-from cloister.server.record.outcome import outcome
+from cloister.server.record.outcome import outcome, remove_secrets
 from cloister.simulations.search import search as searches
 from cloister.simulations.search.price import charged_plan, check_price, price_of
 from cloister.simulations.search.search import Search
@@ -166,6 +166,7 @@ def _run(folder: SearchFolder, engine: Engine, study: Study, told: Told) -> None
         loss = outcome(folder.trial(number)).final_loss if state == "complete" else None
         if state == "complete" and (loss is None or not math.isfinite(loss)):
             state, loss, reason = "failed", None, "the held-out loss of its final model is not a number"
+        remove_secrets(folder.trial(number))  # also of one that was ended early: it is not continued
         study.end(number, state, loss, reason)
         told(next(trial for trial in study.trials() if trial.number == number))
 

@@ -15,7 +15,8 @@ from cloister.aggregation.secure import keys
 from cloister.aggregation.sums import Sums
 from cloister.clients.site import Site
 from cloister.clients.state.kept import Written
-from cloister.protocol.errors import QuorumError, SpoiledError
+from cloister.privacy.ledger.ledger import read_history
+from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError
 from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.messages.messages import Contribution, Join, Reply, Request, Shares
 from cloister.server import run as run_module
@@ -156,6 +157,80 @@ def test_a_site_that_was_to_blame_is_asked_if_an_earlier_process_had_too_few_wit
             run(folder, federation.channel, events.append, roster=federation.roster)
     asked = [honest in each.cohort for each in events if isinstance(each, RoundStarted) and each.round == 4]
     assert asked == [False, True]
+
+
+def test_a_site_that_refused_once_and_takes_part_again_does_not_end_a_run(tmp_path: Path) -> None:
+    """Another site is away later: the run stops and can be continued, instead of ending by refusals for good."""
+    federation = Federation(tmp_path / "federation", tiny(*QUIET, "cohort.sites=3", "run.rounds=3"))
+    first, _, away = federation.names
+    opener, refused = federation.channel.sites[first], list[Request]()
+
+    def once() -> Site:
+        site: Any = opener()
+        answer = site.answer
+
+        def refuse(request: Request) -> Reply:
+            if not refused and not isinstance(request, Join):
+                refused.append(request)
+                raise PolicyError("noise", 1, expected="another policy")
+            return cast(Reply, answer(request))
+
+        site.answer = refuse
+        return cast(Site, site)
+
+    federation.channel.sites[first] = once
+    federation.channel.down = lambda site, _step, request: (
+        site == away and not isinstance(request, Join) and request.sum.round == 2
+    )
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder, raises(QuorumError, "round 2"):
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    assert refused
+    assert [event.round for event in events if isinstance(event, RoundDone)] == [1]
+
+
+def test_a_run_that_has_lost_each_round_does_not_end_well_if_the_liar_is_found_in_the_last(
+    tmp_path: Path,
+) -> None:
+    federation = Federation(
+        tmp_path / "federation", tiny(*QUIET, "run.rounds=3", "aggregation.weighting=uniform")
+    )
+    bad = federation.names[3]
+    honest = federation.channel.sites[bad]
+    add_to_the_weight(federation, bad, 1)
+    liar, now = federation.channel.sites[bad], [0]
+
+    def before(_name: str, request: Request) -> None:
+        if not isinstance(request, Join):
+            now[0] = request.sum.round
+        federation.channel.sites[bad] = liar if now[0] < 3 else honest
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Shares) and now[0] == 3 and reply.site == bad:
+            return cast(Reply, resigned(federation, dataclasses.replace(reply, commitment=bytes(32))))
+        return reply
+
+    federation.channel.before, federation.channel.tamper = before, lie
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder, raises(QuorumError, "rounds 1 to 3"):
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [1, 2, 3]
+
+
+def test_a_sum_that_cannot_be_opened_is_not_charged(tmp_path: Path) -> None:
+    federation = Federation(
+        tmp_path / "federation", tiny(*QUIET, *SKELLAM, "cohort.sites=3", "run.rounds=2", "cohort.attempts=2")
+    )
+    away = federation.names[0]
+    federation.channel.down = lambda site, step, request: (
+        site == away and step == "unmask" and not isinstance(request, Join) and request.sum.round == 1
+    )
+    events: list[object] = []
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        run(folder, federation.channel, events.append, roster=federation.roster)
+        charged = {entry.charge.round for entry in read_history(folder.ledger).entries}
+    assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [1]
+    assert charged == {2}
 
 
 def test_who_complained_of_whom_is_shown_where_no_sum_is_possible_without_both(tmp_path: Path) -> None:

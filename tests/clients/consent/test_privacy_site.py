@@ -355,12 +355,17 @@ def test_nothing_leaves_when_the_ledger_cannot_be_written(
     federate: Federate, settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     federation = federate(settings)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "junk").write_bytes(b"no ledger" * 100)
     trained: list[object] = []
     monkeypatch.setattr(trainer(settings), "train", lambda *_, **__: trained.append(1))
     for where in ("folder", "junk"):
-        site = federation.joined(ledger=str(tmp_path / where))
+        path = tmp_path / where
+        site = federation.joined(ledger=str(path))
+        if where == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes(b"no ledger" * 100)
+        with pytest.raises(CloisterError):
+            site.join(federation.join_request())
         with pytest.raises(CloisterError) as refused:
             site.contribute(asked(federation))
         assert reticent(refused.value).endswith("the reason is in the site's own log")
@@ -463,6 +468,10 @@ def test_a_ledger_that_is_lost_or_older_is_found(federate: Federate) -> None:
             site.join(federation.join_request())
     ledger.write_bytes(newest)
     site.contribute(asked(federation, number=3))
+    ledger.write_bytes(older)
+    with raises(LedgerError, ledger):
+        federation.site(policy="").join(federation.join_request())  # by a site without a policy too
+    ledger.write_bytes(newest)
     # Another ledger is of other data, and the person who decides can go on without the lost one.
     federation.site(ledger=str(ledger.with_name("other.sqlite"))).contribute(asked(federation, number=3))
     ledger.unlink()

@@ -86,6 +86,16 @@ def test_bytes_need_no_files(model: ModelSection) -> None:
     assert load_tokenizer(model).get_vocab() == BYTES.get_vocab()
 
 
+def test_a_tokenizer_that_cuts_at_random_is_refused(tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.1
+    file.write_text(json.dumps(content))
+    with raises(ModelError, "model.tokenizer", says="in one way"):
+        load_tokenizer(ModelSection(tokenizer=str(tmp_path)))
+
+
 def test_without_a_padding_token_it_pads_with_its_end(tmp_path: Path) -> None:
     words(eos_token="<eos>").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(ModelSection(name=str(tmp_path)))

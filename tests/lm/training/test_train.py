@@ -518,3 +518,27 @@ def test_a_gpu_agrees_with_the_cpu() -> None:
     here = Run(plan).train()
     assert there.loss == pytest.approx(here.loss, rel=1e-5)
     assert np.linalg.norm(there.vector - here.vector) < 1e-2 * np.linalg.norm(here.vector)
+
+
+def test_a_model_trains_without_dropout() -> None:
+    """Masks that are known and differ between sites could leave zeros at all sites but one."""
+    drops = [f"model.config.{name}=0.999" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    none = [setting.replace("0.999", "0.0") for setting in drops]
+    one, other = (Run(plan_of("gpt2", *settings)).train() for settings in (drops, none))
+    assert np.array_equal(one.vector, other.vector)
+    assert one.vector.any()
+
+
+def test_what_a_model_draws_by_itself_is_the_same_at_all_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    backward = Trainer._backward
+
+    def draws(self: Trainer, *arguments: Any) -> torch.Tensor:
+        drawn.append(float(torch.rand(())))
+        return backward(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_backward", draws)
+    run = Run(plan_of())
+    updates = [run.train(site_seed=(site,)) for site in (1, 2)]
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+    assert not np.array_equal(updates[0].vector, updates[1].vector), "the order of batches is the site's own"

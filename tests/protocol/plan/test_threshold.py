@@ -227,6 +227,7 @@ def test_a_plan_asks_for_its_own_tolerances_and_cohort() -> None:
     ("settings", "quorum"),
     [
         (["cohort.sites=8", "cohort.quorum=0.75"], 6),
+        (["cohort.sites=50", "cohort.quorum=0.56", "aggregation.secure=false"], 28),  # 0.56 * 50 is above 28
         (["cohort.sites=8", "cohort.quorum=0.2"], 5),  # t
         (["cohort.sites=120", "cohort.quorum=0.5"], 108),  # n - D
         (["cohort.sites=8", "cohort.quorum=0.2", "aggregation.secure=false"], 2),

@@ -8,6 +8,7 @@ import itertools
 import json
 import sqlite3
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from cloister.privacy.accounting.accountant import over_runs
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import read_history
-from cloister.privacy.mechanism.events import SampledGaussian, from_json, to_json
+from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import verdict
-from cloister.protocol.errors import RunFolderError
+from cloister.protocol.errors import RunFolderError, SearchError
 from cloister.protocol.machine.storage import lock
+from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load, parse
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import DONE, Journal
 from cloister.server.record.report import gather
+from cloister.simulations.search import price, trials, tuning
 from cloister.simulations.search import search as searches
-from cloister.simulations.search import trials, tuning
 from cloister.simulations.search.price import charged_plan, price_of
-from cloister.simulations.search.search import trial_plan
+from cloister.simulations.search.search import ParameterSection, Search, trial_plan
 from cloister.simulations.search.study import Study
 from cloister.simulations.search.trials import Engine, Processes
 from cloister.simulations.search.tuning import SearchFolder
@@ -273,6 +275,8 @@ def test_each_trial_is_charged_and_the_price_was_known(searched: tuple[Path, lis
     runs = {run_history(RunFiles(path)).run: path.name for path in sorted((out / "trials").iterdir())}
     charged = {(runs[run], number): times for (run, number), times in charges(out / "ledger.sqlite").items()}
     assert charged == {("0000", 1): 1, ("0000", 2): 1, ("0001", 1): 1, ("0002", 1): 1, ("0002", 2): 1}
+    for secret in ("noise.json", "attempt", "spool"):  # of the one that was ended early too
+        assert not list((out / "trials").glob(f"*/{secret}"))
     for entry in read_history(out / "ledger.sqlite").entries:
         assert from_json(entry.charge.event) == (ONE,)
     most, one, all_of_them = (at_most(composed(rounds=rounds)) for rounds in (6, 2, 5))
@@ -280,6 +284,25 @@ def test_each_trial_is_charged_and_the_price_was_known(searched: tuple[Path, lis
     last = next(line for line in reversed(printed) if line.startswith("epsilon"))
     assert last.startswith(f"epsilon   {all_of_them} at delta 0.001 for the 3 runs on ")
     assert str(out / "ledger.sqlite") in last
+
+
+def test_a_cost_that_two_fields_change_only_together_is_in_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (Gaussian(4.0, 1),), (Gaussian(1.0, 1),)
+
+    def cost(_plan: Plan, values: Mapping[str, object]) -> tuple[Gaussian, ...]:
+        both = values.get("model.adapter.scheme") == "full" and values.get("model.config.hidden_size") == 64
+        return large if both else small
+
+    monkeypatch.setattr(price, "_run", cost)
+    choices: dict[str, tuple[int | str, ...]] = {
+        "model.adapter.scheme": ("lora", "full"),
+        "model.config.hidden_size": (32, 64),
+    }
+    parameters = tuple(ParameterSection(field=field, choices=found) for field, found in choices.items())
+    assert set(price._corners(parse(""), Search(trials=2, parameter=parameters))) == {small, large}
+    many = tuple(ParameterSection(field=f"model.config.n{at}", choices=(1, 2)) for at in range(11))
+    with raises(SearchError, "parameter"):
+        price._corners(parse(""), Search(trials=2, parameter=many))
 
 
 def test_the_report_of_each_trial_has_the_epsilon_of_all(
