@@ -74,7 +74,7 @@ class Weights:
     """
 
     draws: tuple[str, ...] = ()
-    """What separates this process's random draws (dropout) from those of processes with other rows."""
+    """What separates this process's random draws, such as dropout, from those of processes with other rows."""
     divided: bool = False
     """Whether a replica has more than one process."""
     leads: bool = True
