@@ -129,7 +129,7 @@ def test_a_mesh_of_64_gpus_is_a_narrow_table(
     assert said.startswith("devices absent: this machine lacks 64 of the 64 devices")
     assert len(table) < 25
     assert max(map(len, table)) <= 80
-    assert any("0-63" in line for line in table)
+    assert any("0 to 63: 64" in line for line in table)
 
 
 def test_few_ranks_are_built_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
