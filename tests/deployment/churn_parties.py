@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -25,6 +26,7 @@ from cloister.clients.network.door import DoorSite, Visitor
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.messages import Contribute, Contribution, Joined, Reply, Request
+from cloister.server.door import sites
 from cloister.server.door.door import Door
 from cloister.server.door.process import prepare
 from cloister.server.sum.members import Members
@@ -123,6 +125,7 @@ def coordinate(
     identities = {name: Ed25519PrivateKey.from_private_bytes(key) for name, key in keys.items()}
     federation, certificate = federation_of(identities, authority), authority.server()
     with (
+        mock.patch.object(sites, "_SESSIONS", 10**6),  # guests come more often than a site may
         Door(lambda: certificate, lambda: federation, "127.0.0.1:0") as door,
         AtDoor(folder, door=door, names=federation.roster.names) as channel,
     ):

@@ -395,6 +395,8 @@ def _kill(operators: Operators, party: str, of: str) -> None:
     process = operators.staying.pop(party)
     process.kill()
     process.wait()
+    assert process.stdin is not None, "its terminal"
+    process.stdin.close()
     site = "" if party == COORDINATOR else party
     (command,) = [one for one in commands("Run it") if f"cloister {'site' if site else party} start" in one]
     operators.type(command, site)
