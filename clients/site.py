@@ -184,9 +184,8 @@ class Site:
         self._kept.check(request, bytes.fromhex(plan.digest()), again=again)
         loaded = self._load(plan, request.base_hash, lambda: base)
         if plan.aggregation.secure:
-            self._open_attempts(
-                request.run, again=again
-            )  # first: where the plan is kept, these files must exist
+            # First: where the plan is kept, these files must exist.
+            self._open_attempts(request.run, again=again)
         self._kept.remember(request, bytes.fromhex(plan.digest()), demands.membership)
         # Last: after a refusal above, every later message is refused too, because the site has not joined.
         demands.take_consent(plan, request.run)

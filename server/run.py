@@ -237,10 +237,10 @@ def _adopt(journal: Journal, checkpoints: Checkpoints) -> Entry | None:
 def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
     """Run the remaining rounds; returns the last that is done, and why the run ended before its last round, or ''."""
     party, plan = context.party, context.party.plan
-    # A run of which no round is done does not end well, whoever has lost them.
+    begun = first = last + 1  # `first` follows the last round that is done
     limit = min(plan.cohort.attempts, plan.run.rounds - last)
-    first, lost, spoiled = last + 1, 0, 0  # `first` after the last round that is done
-    for number in range(last + 1, plan.run.rounds + 1):
+    lost = spoiled = 0
+    for number in range(begun, plan.run.rounds + 1):
         known_liars = len(party.left_out)
         if party.members.newcomers():
             with party.phases.during(Phase.JOIN):
@@ -274,7 +274,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
                 fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
                 "or continue this run with the next round",
             )
-        if lost == limit or (number == plan.run.rounds and number - first >= limit - 1):
+        # A process that has done no round does not end a run well, whoever has lost its rounds.
+        if lost == limit or (number == plan.run.rounds and first == begun):
             raise QuorumError(
                 f"rounds {first} to {number}",
                 "given up",

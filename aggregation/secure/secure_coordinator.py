@@ -401,9 +401,8 @@ class SecureCoordinator:
             )
         graph, ctx = self.attempt.graph, self.attempt.context
         shown = transcript(ctx, self._keys)
-        of: dict[
-            str, dict[str, bytes]
-        ] = {}  # of survivors the shares of b, of dropouts those of s: never both
+        # Of survivors the shares of b, of dropouts those of s: never both.
+        of: dict[str, dict[str, bytes]] = {}
         for holder, told in self._revealed.items():
             for site, share in (*told.self_shares, *told.mask_shares):
                 of.setdefault(site, {})[holder] = share

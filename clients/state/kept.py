@@ -67,9 +67,14 @@ def newest_plan(state: Path) -> str | None:
 
 
 def joined_folders(state: Path, digest: str) -> set[str]:
-    """Names (`run_id`) of the folders of the runs that have joined the plan with a digest."""
+    """Names (`run_id`) of the folders of the runs that have joined the plan with a digest.
+
+    Raises:
+        StorageError: the disk refuses to read one.
+    """
     found = (state / "runs").glob("*/joined.json")
-    return {path.parent.name for path in found if f'"digest": "{digest}"'.encode() in path.read_bytes()}
+    with on_disk(state):
+        return {path.parent.name for path in found if f'"digest": "{digest}"'.encode() in path.read_bytes()}
 
 
 class Kept:

@@ -1255,3 +1255,17 @@ def test_a_site_without_its_marks_refuses_everything(federation: Federation) -> 
             assert not marks.exists()
         marks.write_bytes(whole)
     assert attack.contribute(site, inboxes[site.name]).statement
+
+
+def test_dropout_of_the_model_does_not_reach_an_update(tmp_path: Path) -> None:
+    """A coordinator that knows its masks could choose the round in which one site alone has an update."""
+    sent = []
+    for dropout in (0.99994, 0.0):
+        settings = ["aggregation.secure=false", "model.adapter.scheme=lora", "model.adapter.rank=2"]
+        plan = tiny(*settings, f"model.config.attention_dropout={dropout}")
+        federation = Federation(tmp_path / f"{dropout}", plan)
+        sites = [federation.joined(number) for number in range(2)]
+        sent.append([whole(site.contribute(federation.request())) for site in sites])
+    for dropping, plain in zip(*sent, strict=True):
+        assert np.array_equal(dropping, plain)
+        assert dropping[:-4].any()

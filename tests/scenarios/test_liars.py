@@ -159,8 +159,12 @@ def test_a_site_that_was_to_blame_is_asked_if_an_earlier_process_had_too_few_wit
     assert asked == [False, True]
 
 
-def test_a_site_that_refused_once_and_takes_part_again_does_not_end_a_run(tmp_path: Path) -> None:
-    """Another site is away later: the run stops and can be continued, instead of ending by refusals for good."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_site_that_refused_once_and_takes_part_again_does_not_end_a_run(
+    tmp_path: Path, number: int
+) -> None:
+    """In the round before, or in the first attempt at the same. Then another site is away: the run stops and can be
+    continued, instead of ending by refusals for good."""
     federation = Federation(tmp_path / "federation", tiny(*QUIET, "cohort.sites=3", "run.rounds=3"))
     first, _, away = federation.names
     opener, refused = federation.channel.sites[first], list[Request]()
@@ -170,7 +174,7 @@ def test_a_site_that_refused_once_and_takes_part_again_does_not_end_a_run(tmp_pa
         answer = site.answer
 
         def refuse(request: Request) -> Reply:
-            if not refused and not isinstance(request, Join):
+            if not refused and not isinstance(request, Join) and request.sum.round == number:
                 refused.append(request)
                 raise PolicyError("noise", 1, expected="another policy")
             return cast(Reply, answer(request))
