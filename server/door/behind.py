@@ -35,7 +35,6 @@ class Behind:
         self.folder = Path(begin.folder)
         self.sites = frozenset(begin.sites)
         self.most_bytes = begin.most_bytes
-        self.timers: set[asyncio.Task[None]] = set()
         self._writer = writer
         self._seen = b""
 

@@ -270,12 +270,13 @@ class Door(Closing):
     async def _serve(self, near: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=near)
         run: Behind | None = None
+        showing: asyncio.Task[None] | None = None
         try:
             run = self._run = Behind((await received(reader)).begin, writer)
             for name in run.sites:
                 site = self._site(name)
                 site.sent = site.received = 0
-            run.timers.add(asyncio.create_task(self._show(run)))
+            showing = asyncio.create_task(self._show(run))
             _log.info("the door serves run %s", run.label, extra={"run": run.label})
             while True:
                 said = await received(reader)
@@ -294,13 +295,13 @@ class Door(Closing):
         except Exception:  # a defect: the run's process sees that its socket is closed
             _log.exception("the door serves a run no longer")
         finally:
-            if run is not None:
-                for timer in run.timers:
-                    timer.cancel()
+            if showing is not None:
+                showing.cancel()
             if run is not None and self._run is run:
                 self._run = None
                 for site in self._sites.values():
                     if site.pending is not None:
+                        site.pending.settle()
                         site.left = site.pending if site.pending.reply is not None else None
                         site.pending = None
                     site.taken = None  # the next process of the run may ask for it once more
@@ -314,7 +315,6 @@ class Door(Closing):
     def _ask(self, run: Behind, ask: pb.Ask) -> None:
         asked = asked_in(ask, run.label)
         _log.info("run %s: %d sites are asked", run.label, len(ask.sites), extra={"run": run.label})
-        waiting = {}
         for name, envelope in zip(ask.sites, ask.envelopes, strict=True):
             site = self._sites[name]
             folder = run.folder / name / asked.id.hex()[:32]
@@ -327,27 +327,24 @@ class Door(Closing):
                 if left is not None and known
                 else Arrivals(folder, run.most_bytes, self._coming)
             )
-            site.pending = waiting[name] = Pending(asked, folder, arrivals, run.most_bytes, envelope)
+            if site.pending is not None:
+                site.pending.settle()
+            site.pending = Pending(asked, folder, arrivals, run.most_bytes, envelope)
             if left is not None and left.reply is not None and known:
                 self._take(run, site, site.pending, left.reply)
-            elif site.session is not None:
+                continue
+            if site.session is not None:
                 site.session.send(site.pending.letter)
-        run.timers.add(timer := asyncio.create_task(self._wait(run, waiting)))
-        timer.add_done_callback(run.timers.discard)
+            self._expire(run, site, site.pending)
 
-    async def _wait(self, run: Behind, waiting: dict[str, Pending]) -> None:
-        """Fail the requests that are not answered by their deadline."""
-        while waiting:
-            for name, pending in list(waiting.items()):
-                if pending.reply is not None or self._sites[name].pending is not pending:
-                    del waiting[name]
-                elif pending.left_s() <= 0:
-                    del waiting[name]
-                    self._sites[name].pending = None
-                    late = f"timeout: no answer within {pending.asked.deadline_s:g} s"
-                    run.answer(self._sites[name], pending.asked.id, failure=late)
-            if waiting:
-                await asyncio.sleep(max(0.0, min(pending.left_s() for pending in waiting.values())))
+    def _expire(self, run: Behind, site: Site, pending: Pending) -> None:
+        """Fail a request that is not answered by its deadline, which transfers move."""
+        if (left_s := pending.left_s()) > 0:
+            pending.timer = self._loop.loop.call_later(left_s, self._expire, run, site, pending)
+            return
+        site.pending = None
+        late = f"timeout: no answer within {pending.asked.deadline_s:g} s"
+        run.answer(site, pending.asked.id, failure=late)
 
     def _coming(self) -> int:
         """Bytes that are still to come of the uploads that sites have begun."""
@@ -358,6 +355,7 @@ class Door(Closing):
         site = self._sites[of.site]
         if site.pending is not None and site.pending.asked.id == of.request:
             pending, site.pending = site.pending, None
+            pending.settle()
             if taken:
                 site.taken = pending.folder
                 if site.session is not None:
@@ -661,6 +659,7 @@ class Door(Closing):
     def _take(self, run: Behind, site: Site, pending: Pending, letter: pb.Letter) -> None:
         """Give a run the reply of a site."""
         pending.reply = letter
+        pending.settle()
         try:
             if len(letter.frame) > SMALL:
                 raise TransferError("frame", f"{len(letter.frame)} bytes", expected=f"at most {SMALL}")

@@ -58,6 +58,8 @@ class Pending:
     """Bytes of the request's vectors that were sent."""
     fetched_at: float = -math.inf
     """When the last of them was; what a site fetches again does not count."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends the request at its deadline."""
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.asked.deadline_s
@@ -78,6 +80,11 @@ class Pending:
         longest = max(self.most_bytes, CHUNK, offered) / SLOWEST
         end = max(self.until, min(self.fetched_at, self.until + longest) + self.asked.deadline_s)
         return max(end, min(self.moved_at + STALL_S, end + longest)) - time.monotonic()
+
+    def settle(self) -> None:
+        """Wait for its deadline no more: a timer would hold its vectors, each an open file, until then."""
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 @dataclass(eq=False)

@@ -189,6 +189,7 @@ def serve_site(
     """
 
     def during(request: Request) -> None:
+        site.asked.clear()  # each has an open file
         if isinstance(request, Contribute):
             told.send(request.sum.round)
 

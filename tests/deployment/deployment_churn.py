@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ ALLOCATED = 300_000
 """Bytes by which what is allocated by malloc may grow: gRPC's server keeps some of each call that is cut off."""
 BLOCKS = 600
 """Blocks of memory by which what Python has allocated may grow: five for each visit."""
+_WINDOW = 6
+"""Turns of which the lowest value counts: what a round has under way comes and goes, up to 1,000 blocks of Python."""
+DESCRIPTORS = 3
+"""Descriptors by which the open ones may grow: a leak of each turn would be 24."""
 _SAMPLE_S = 10.0
 
 
@@ -54,13 +59,20 @@ def churned(folder: Path, visits: int, every_s: float) -> list[Held]:
     return found
 
 
-def check(first: Held, last: Held) -> None:
-    """Check that nothing has grown."""
-    assert last.answers > 2.5 * last.rounds  # the three that stay are heard
-    assert last.allocated <= first.allocated + ALLOCATED
-    assert last.blocks <= first.blocks + BLOCKS
-    for what in ("sockets", "descriptors", "threads", "spooled"):
-        assert getattr(last, what) <= getattr(first, what), what
+def check(first: Sequence[Held], last: Sequence[Held]) -> None:
+    """Check that nothing has grown from the first turns to the last."""
+    assert last[-1].answers > 2.5 * last[-1].rounds  # the three that stay are heard
+    most = {
+        "allocated": ALLOCATED,
+        "blocks": BLOCKS,
+        "sockets": 0,
+        "descriptors": DESCRIPTORS,
+        "threads": 0,
+        "spooled": 0,
+    }
+    for what, more in most.items():
+        before, after = (min(getattr(held, what) for held in turns) for turns in (first, last))
+        assert after <= before + more, what
 
 
 @pytest.mark.deployment
@@ -68,7 +80,7 @@ def check(first: Held, last: Held) -> None:
 def test_three_minutes_of_a_visit_each_second(tmp_path: Path) -> None:
     """Resident memory is not compared: in so short a time it is what malloc keeps for later."""
     found = churned(tmp_path, visits=180, every_s=1.0)
-    check(found[11], found[-1])
+    check(found[6 : 6 + _WINDOW], found[-_WINDOW:])
 
 
 @pytest.mark.deployment
@@ -76,5 +88,5 @@ def test_three_minutes_of_a_visit_each_second(tmp_path: Path) -> None:
 @pytest.mark.timeout(5400)
 def test_an_hour_of_a_visit_each_minute(tmp_path: Path) -> None:
     found = churned(tmp_path, visits=60, every_s=60.0)
-    check(found[1], found[-1])  # after ten minutes
+    check(found[1:4], found[-3:])  # after ten minutes
     assert found[-1].resident <= found[1].resident + MEMORY

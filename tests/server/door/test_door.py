@@ -270,6 +270,18 @@ def test_a_reply_that_was_not_taken_outlives_the_run(tmp_path: Path) -> None:
     assert len(site.asked) == 1
 
 
+def test_a_request_that_is_answered_is_not_kept_until_its_deadline(tmp_path: Path) -> None:
+    """Its vectors are open files: a run of many rounds would have too many of them."""
+    with open_channel(tmp_path) as channel, connected(channel, Answering(), tmp_path):
+        for _ in range(3):
+            ask(channel, contribute(MODEL))
+        # When the door answers this, it has forgotten the requests before.
+        assert ask(channel, join_request()) == Joined("site-1")
+        gc.collect()
+        open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert not [path for path in open_files if path.startswith(str(tmp_path / "spool" / "requests"))]
+
+
 @pytest.mark.slow
 def test_an_upload_that_moves_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
     site = Answering(vector=random_vector(32))
