@@ -4,7 +4,8 @@ The coordinator decides a round's list once, from the sites' speeds (`balanced`)
 each site of the cohort. The secure sum binds what is told in the context of every message: sites that were told
 different lists do not finish a sum. Each site checks the list against the plan before it trains (`own_steps`). The plan
 limits the ratio of its numbers: a coordinator that gave all sites but one a single step would get a sum that is almost
-that site's update.
+that site's update. Within the limits a crafted model can still single out a site by its steps; a privacy unit bounds
+what the coordinator learns by it.
 
 A site that takes more steps must not count for more. Its update x_i of tau_i steps is scaled before it is coded, to
 

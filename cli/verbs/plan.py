@@ -172,6 +172,10 @@ def warnings(plan: Plan) -> list[str]:
         found.append("no privacy unit: the model may repeat its training data")
     if not plan.aggregation.secure:
         found.append("the sum is in clear: the coordinator sees every site's update")
+    elif plan.privacy.unit == "none" and plan.local.balance != "fixed":
+        found.append(
+            "local.balance without a privacy unit: a crafted model can single out a site by its steps"
+        )
     return found
 
 

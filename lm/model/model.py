@@ -525,6 +525,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
 def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Run two tokens and a full row without padding through a model: many types detect an inconsistent configuration,
     or a row that they do not take, only here. In training one long record would end in an error, and the site with it.
+    Where the plan trains without dropout, two tokens go back too: Reformer does that in training mode alone.
     """
     token = 0 if tokenizer.pad_token_id != 0 else 1
     module.eval()
@@ -536,6 +537,21 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
         if length > 2:
             raise _too_long(plan, f"a length that {plan.model.name} takes ({short(error)})") from error
         raise _inconsistent(plan.model, error) from error
+    if plan.privacy.dpsgd:
+        return
+    needs = [(each, each.requires_grad) for each in module.parameters()]
+    module.requires_grad_(False)
+    embedding = cast("PreTrainedModel", module).get_input_embeddings()
+    embedding.requires_grad_(True)  # only: the gradients of all would take as much memory as the model
+    try:
+        module(input_ids=torch.full((1, 2), token)).logits.sum().backward()
+    except Exception as error:  # of any type
+        expected = f"a model that trains without dropout, in torch's evaluation mode ({short(error)})"
+        raise ModelError("model.name", plan.model.name, expected=expected) from error
+    finally:
+        embedding.zero_grad(set_to_none=True)
+        for each, needed in needs:
+            each.requires_grad_(needed)
 
 
 def _written(plan: Plan, module: nn.Module) -> frozenset[str]:

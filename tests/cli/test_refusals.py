@@ -22,6 +22,7 @@ from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import LineDisplay
 from cloister.cli.show.execution import execute
 from cloister.cli.verbs import generate
+from cloister.cli.verbs.plan import warnings
 from cloister.lm.text.sources import overlap
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
 from cloister.protocol.plan import soundness
@@ -552,3 +553,17 @@ def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
         with raises(RunFolderError, path, says="plan.json"):
             read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], 1),
+        (["aggregation.secure=false"], 2),
+        (["local.balance=weighted"], 2),
+        (["local.balance=weighted", "aggregation.secure=false"], 2),
+    ],
+)
+def test_what_a_plan_does_not_protect_is_told(settings: list[str], told: int) -> None:
+    """Unequal steps let a crafted model single out a site; in clear each update is seen anyway."""
+    assert len(warnings(parse("", settings))) == told

@@ -38,6 +38,12 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+SITE = [
+    "privacy.unit=site",
+    "privacy.noise_multiplier=1.0",
+    "aggregation.weighting=uniform",
+    "server.evaluation=none",
+]
 LLAMA = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
 
 
@@ -402,6 +408,19 @@ def test_an_inconsistent_configuration(kind: str, config: dict[str, Any], told: 
 def test_a_configuration_that_only_the_forward_pass_contradicts() -> None:
     with raises(ModelError, "model.config"):
         load_model(plan_of(config=LLAMA | {"head_dim": 7}))  # rotary embeddings turn pairs
+
+
+@pytest.mark.parametrize("unit", [[], SITE], ids=["none", "site"])
+def test_a_model_that_trains_in_training_mode_alone_is_refused(unit: list[str]) -> None:
+    """Else, under unit `site`, each update would be zeros with noise, and the run would say nothing."""
+    small = {"axial_pos_embds": False, "hidden_size": 16, "num_attention_heads": 2, "attention_head_size": 8}
+    with raises(ModelError, "model.name"):
+        load_model(plan_of("reformer", "full", *unit, config=small))
+
+
+def test_the_check_of_training_leaves_no_gradient() -> None:
+    parameters = list(load_model(plan_of()).module.parameters())
+    assert all(each.requires_grad and each.grad is None for each in parameters)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
