@@ -162,4 +162,7 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     for dataset in datasets:
         if dataset["note"]:
             console.say(f"{dataset['dataset']}: {dataset['note']}")
+    console.say(
+        "of what was charged; if results decided how much, a limit that was fixed beforehand holds", "dim"
+    )
     console.say(f"head {history.head.hex()}", "dim")

@@ -20,6 +20,7 @@ import torch
 from cloister.aggregation.features.feature import Basis, Given
 from cloister.aggregation.features.groups import median
 from cloister.aggregation.features.server_optimizer import ServerOptimizer
+from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.rotation import Floats
 from cloister.clients.network.serve import answered
 from cloister.clients.setup.config import SiteConfig
@@ -220,8 +221,8 @@ class Federation:
             noised: The sites that add noise, with the round.
 
         Returns:
-            What each site's own ledger was charged for; and how many values of speed and seconds they have sent beyond
-            one of each.
+            What each site's own ledger was charged for; and how many values they have sent beside the noised sum,
+            beyond one speed, one of seconds and the number of sites.
 
         Raises:
             EngineError: a round was not done.
@@ -267,4 +268,5 @@ class Federation:
             raise EngineError(
                 "rounds of the audit", watch.rounds, expected=f"all {plan.run.rounds} to be done"
             )
-        return {site.name: charged(site) for site in sites}, len(channel.told) - 2
+        totals = Sums(plan, self.model.layout.size).training.counters
+        return {site.name: charged(site) for site in sites}, len(channel.told) - 2 + len(totals) - 1

@@ -672,6 +672,22 @@ def test_rounds_that_are_not_what_is_charged_raise_an_alarm(
     assert found in result["row"]["problem"]
 
 
+def test_a_total_beside_the_vector_raises_an_alarm(
+    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact number of tokens, summed as the number of sites is."""
+    total = '((found := make(basis)), found.counters + (type(found.counters[0])("tokens", 1 << 50),))'
+    more = f'__import__("dataclasses").replace((told := {total})[0], counters=told[1])'
+    Mutant("aggregation.features.registry:layout_of", "return make(basis)", f"return {more}").plant(
+        monkeypatch
+    )
+    tail = "aggregation.features.site_unit:Protected.tail"
+    Mutant(tail, "{WEIGHT: 1}", '{WEIGHT: 1, "tokens": tokens}').plant(monkeypatch)
+    code, result, _ = ran(capsys, site, *FEW)
+    assert (code, result["alarm"]) == (3, True)
+    assert TOLD in result["row"]["problem"]
+
+
 @pytest.mark.parametrize("mutant", [LONGER, *LESS_NOISE_OF_THE_COORDINATOR], ids=str)
 def test_less_noise_of_a_trusted_coordinator_raises_an_alarm(
     mutant: Mutant, central: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
