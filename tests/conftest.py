@@ -189,3 +189,10 @@ def events(tmp_path: Path) -> Iterator[Events]:
     events = Events(tmp_path)
     yield events
     events.close()
+
+
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers may make as many calls in a connection, and as many connections, as a test wants."""
+    monkeypatch.setattr("cloister.server.door.front._CALLS_BEFORE", 2**20)
+    monkeypatch.setattr("cloister.server.door.front._ARRIVALS_S", 2.0**20)

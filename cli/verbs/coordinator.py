@@ -39,6 +39,7 @@ from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.short_authentication import given
+from cloister.protocol.machine.storage import own_files
 from cloister.protocol.plan.settings import Section, Settings
 from cloister.server.door.process import allow_files, prepare
 from cloister.server.federation.control import command
@@ -134,6 +135,7 @@ def _add_processes(actions: Actions) -> None:
     add_log_format(one)
 
 
+@own_files()
 def _start(arguments: argparse.Namespace) -> int:
     """Run the coordinator: let sites connect, and run what is submitted.
 
@@ -162,6 +164,7 @@ def _start(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@own_files()
 def _run(arguments: argparse.Namespace) -> int:
     """The process of one run, which `start` starts.
 

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import check_private, load_identity
+from cloister.protocol.machine.storage import own_files
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 from cloister.protocol.plan.template import toml_value
@@ -122,17 +123,7 @@ def _closed(config: SiteConfig) -> SiteConfig:
     return config
 
 
-@contextmanager
-def _own_files() -> Iterator[None]:
-    """Let only this user read the files that are made here: prepared records, and a run's state."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-@_own_files()
+@own_files()
 def _start(arguments: argparse.Namespace) -> int:
     """Run the site: connect to the coordinator, and take part in its runs.
 
@@ -160,7 +151,7 @@ def _start(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@_own_files()
+@own_files()
 def _check(arguments: argparse.Namespace) -> int:
     """Check a site's data and devices for a plan.
 
@@ -271,7 +262,7 @@ def _cost(plan: Plan) -> list[str]:
     return [*(": ".join(row) for row in (privacy_rows(plan, terms) if terms else ())), *warnings(plan)]
 
 
-@_own_files()
+@own_files()
 def _accept(arguments: argparse.Namespace) -> int:
     """Consent to one run of a plan.
 

@@ -298,7 +298,7 @@ class DoorSite:
         with talking(entrance, "Session") as talk, self._watched(talk.call, HANDSHAKE_S) as moving:
             talk.introduce(entrance, visitor.name, identity, seen=seen)
             said = talk.hear("welcome")
-            visitor.heads.check(COORDINATOR, Head(said.welcome.seen.number, said.welcome.seen.hash))
+            visitor.heads.check(COORDINATOR, Head.said(said.welcome.seen.number, said.welcome.seen.hash))
             self.trouble, moving.limit_s = "", SILENT_S
             _log.info("connected to %s", entrance.address)
             self._heard(said)
@@ -308,7 +308,9 @@ class DoorSite:
                     moving.moved()
                     self._heard(said := _parsed(data))
                     if said.WhichOneof("said") == "alive":
-                        visitor.heads.note(COORDINATOR, Head(said.alive.head.number, said.alive.head.hash))
+                        visitor.heads.note(
+                            COORDINATOR, Head.said(said.alive.head.number, said.alive.head.hash)
+                        )
             except grpc.RpcError as error:
                 _log.info("door: the session broke: %s", printable(_details(error)))
             finally:
@@ -367,8 +369,11 @@ class DoorSite:
     # Requests: in the worker's thread.
 
     def _work(self) -> None:
-        while (letter := self._next()) is not None:
+        while not self._stopped.is_set():
+            letter: pb.Letter | None = None
             try:
+                if (letter := self._next()) is None:
+                    return
                 reply = self._reply(letter)
                 taken = reply is not None and self._deliver(letter.id, reply)
                 if taken and self._kept is not None and self._kept[0] == letter.id:
@@ -378,9 +383,9 @@ class DoorSite:
                     _log.warning("door: %s", error)
                 else:
                     _log.exception("failed")
-                self._deliver(
-                    letter.id, Parcel.of(Failed(self._visitor.name, printable(self._explain(error))))
-                )
+                if letter is not None:
+                    failed = Failed(self._visitor.name, printable(self._explain(error)))
+                    self._deliver(letter.id, Parcel.of(failed))
 
     def _next(self) -> pb.Letter | None:
         """The next request; None at the end. What is left of a run that is over goes first."""

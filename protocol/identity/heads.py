@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,11 @@ class Head:
     """Its position, from 1; 0: the log is empty."""
     hash: str
     """HMAC-SHA256 of its hash in the chain, in hex."""
+
+    @classmethod
+    def said(cls, number: int, hash: str) -> Head:
+        """What another party says; `EMPTY` if no party has such a line."""
+        return cls(number, hash) if re.fullmatch("[0-9a-f]{64}", hash) else EMPTY
 
 
 EMPTY: Final = Head(0, FIRST.hex())

@@ -49,6 +49,16 @@ def without_syncs() -> Iterator[None]:
         sync_to_disk(before)
 
 
+@contextlib.contextmanager
+def own_files() -> Iterator[None]:
+    """Let only this user read the files that are made until exit: prepared records, and a run's state."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def sync(descriptor: int) -> None:
     """Sync (fsync) an open file, unless `sync_to_disk` says otherwise.
 

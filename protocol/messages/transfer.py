@@ -10,6 +10,7 @@ the size of a model.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -25,6 +26,8 @@ from cloister.protocol.machine.storage import on_disk
 from cloister.protocol.messages.door_pb2 import Part
 from cloister.protocol.messages.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
+
+_log = logging.getLogger(__name__)
 
 VERSION = "cloister/door/2"
 """Sent in the first message of a session; it changes when door.proto does."""
@@ -242,7 +245,10 @@ class Arrivals:
         kept = {name.hex() for name in names}
         for path in self._folder.glob("*") if self._folder.exists() else ():
             if path.stem not in kept:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # some file systems keep what is still open elsewhere
+                    _log.warning("%s is not removed: %s", path, error.strerror)
         if self._left is not None:
             self._left = {stem: size for stem, size in self._left.items() if stem in kept}
 

@@ -75,6 +75,7 @@ from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.transfer import (
     CHUNK,
     HANDSHAKE_S,
+    HEARTBEAT_S,
     MESSAGE,
     SILENT_S,
     SMALL,
@@ -196,6 +197,7 @@ class Door(Closing):
         self._front = Front(len(federation().sites) or _FIRST)
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
+        self._loop.loop.set_exception_handler(self._failed)
         try:
             self._server, port = self._loop.run(self._start(bind))
         except BaseException as error:
@@ -396,6 +398,7 @@ class Door(Closing):
         server.add_secure_port(self._front.behind, self._credentials())
         await server.start()
         try:
+            self._looking = asyncio.create_task(self._look())
             return server, await self._front.start(bind)
         except BaseException:
             await server.stop(0)
@@ -425,11 +428,11 @@ class Door(Closing):
     async def _check(self, _requests: Any, context: Context) -> None:
         """Answer a health check (gRPC's `health.proto`) of a peer that need not be a site."""
         async with asyncio.timeout(HANDSHAKE_S):
-            service = _parsed(HealthCheckRequest, await context.read()).service
+            service = _parsed(HealthCheckRequest, await _read(context)).service
             if service not in ("", _SERVICE):
                 await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
             serving = HealthCheckResponse(status=HealthCheckResponse.SERVING)
-            await context.write(serving.SerializeToString())
+            await _write(context, serving)
 
     def _refusing(
         self, handle: Callable[[Any, Context], Coroutine[Any, Any, None]]
@@ -438,6 +441,7 @@ class Door(Closing):
 
         async def answered(request: Any, context: Context) -> None:
             try:
+                self._front.count(context.peer())
                 await handle(request, context)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -449,7 +453,9 @@ class Door(Closing):
             except TimeoutError:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout: nothing was received")
             except StorageError as error:
-                _log.error("%s: %s", self._front.address(context.peer()), error)
+                with contextlib.suppress(DoorError):
+                    self._refusals.take()
+                    _log.error("%s: %s", self._front.address(context.peer()), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
                 with contextlib.suppress(DoorError):
@@ -475,7 +481,7 @@ class Door(Closing):
         assert task is not None
         async with asyncio.timeout(HANDSHAKE_S):
             site, public = await self._greet(context)
-            seen = await self._disk(partial(self._heads.known, _owner(site, public)))
+            seen = await self._disk(partial(self._heads.known, site.name))
         if not self._is_member(site.name, public):  # it was removed meanwhile
             raise MemberError("site", site.name, expected="a site of the federation, with its key")
         peer = context.peer()
@@ -517,11 +523,11 @@ class Door(Closing):
 
     async def _greet(self, context: Context) -> tuple[Site, bytes]:
         """Steps 1 to 3: the site that has proved who it is, and its key."""
-        hello = _said(await context.read(), "hello").hello
+        hello = _said(await _read(context), "hello").hello
         proof, member = await self._challenge(hello, context)
         if not member:
             raise MemberError("site", hello.name, expected="a site of the federation, with its key")
-        site, seen = self._site(hello.name), Head(proof.seen.number, proof.seen.hash)
+        site, seen = self._site(hello.name), Head.said(proof.seen.number, proof.seen.hash)
         try:
             site.rate.take()
             site.sessions.take()
@@ -538,8 +544,8 @@ class Door(Closing):
             raise DoorError("nonce", f"{len(hello.nonce)} bytes", expected=f"{NONCE} bytes")
         check_name(hello.name)
         nonces = Nonces(hello.nonce, os.urandom(NONCE))
-        await context.write(pb.ToSite(challenge=pb.Challenge(nonce=nonces.door)).SerializeToString())
-        proof = _said(await context.read(), "proof").proof
+        await _write(context, pb.ToSite(challenge=pb.Challenge(nonce=nonces.door)))
+        proof = _said(await _read(context), "proof").proof
         verify_proof(proof.signature, hello.name, proof.key, self._federation().entrance, nonces)
         return proof, self._is_member(hello.name, proof.key)
 
@@ -555,7 +561,7 @@ class Door(Closing):
 
     async def _enrol(self, _requests: Any, context: Context) -> None:
         async with asyncio.timeout(HANDSHAKE_S):
-            first = _parsed(pb.FromSite, await context.read())
+            first = _parsed(pb.FromSite, await _read(context))
             kind, hello = first.WhichOneof("said"), first.hello
             if kind == "commit":
                 await self._exchange(first.commit, context)
@@ -565,18 +571,26 @@ class Door(Closing):
             proof, member = await self._challenge(hello, context)
             if not member:
                 self._enrolments.hear(hello.name, proof.key)
-                await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
+                await _write(context, pb.ToSite(waiting=pb.Waiting()))
                 return
-        self._site(hello.name).rate.take()
+        site, task = self._site(hello.name), asyncio.current_task()
+        site.rate.take()
         newest = self._federation()
         following = await self._disk(partial(self._enrolments.following, hello.installed, newest))
         document = _document(following)
+        if site.installing is not None:
+            self._cancel(site.installing, "the site asks for the federation once more")
+        site.installing = task
         self._front.proved(context.peer(), hello.name)
         try:
-            for at in range(0, len(document), CHUNK):
-                await _write(context, pb.ToSite(document=document[at : at + CHUNK], newest=newest.version))
+            async with asyncio.timeout(STALL_S):
+                for at in range(0, len(document), CHUNK):
+                    part = pb.ToSite(document=document[at : at + CHUNK], newest=newest.version)
+                    await _write(context, part)
         finally:
             self._front.ended(context.peer())
+            if site.installing is task:
+                site.installing = None
 
     async def _exchange(self, commit: pb.Commit, context: Context) -> None:
         """Steps 2 to 5 of `short_authentication.py`, after which the request waits."""
@@ -591,8 +605,8 @@ class Door(Closing):
                 address=entrance.address,
                 authority=entrance.authority,
             )
-            await context.write(pb.ToSite(founded=founded).SerializeToString())
-            reveal = _said(await context.read(), "reveal").reveal
+            await _write(context, pb.ToSite(founded=founded))
+            reveal = _said(await _read(context), "reveal").reveal
             seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
             name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
         except BaseException:
@@ -601,35 +615,44 @@ class Door(Closing):
         with contextlib.suppress(DoorError):
             self._refusals.take()
             _log.info("%s: %s waits to be approved", address, name or "a site that is approved")
-        await context.write(pb.ToSite(waiting=pb.Waiting()).SerializeToString())
+        await _write(context, pb.ToSite(waiting=pb.Waiting()))
 
     def _dismiss(self) -> None:
         for site in self._sites.values():
             if site.session is not None:
                 site.session.end("the coordinator's process ends")
 
+    async def _look(self) -> None:
+        """End what a command has removed that did not reach this process."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._refresh()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what the event loop could not do, as often as refusals: accept a connection without a descriptor left."""
+        with contextlib.suppress(DoorError):
+            self._refusals.take()
+            loop.default_exception_handler(context)
+
     def _refresh(self) -> None:
         federation = self._federation()
         self._enrolments.settle(federation)
         self._front.resize(len(federation.sites) or _FIRST)
         for site in self._sites.values():
-            self._end_if_removed(site)
-
-    def _end_if_removed(self, site: Site) -> None:
-        if site.session is not None and not self._is_member(site.name, site.public):
-            site.session.end("the site is no longer in the federation with this key")
+            if site.session is not None and not self._is_member(site.name, site.public):
+                site.session.end("the site is no longer in the federation with this key")
 
     async def _hear(self, site: Site, session: Session, context: Context) -> None:
         while True:
             async with asyncio.timeout(SILENT_S):
-                data = await context.read()
+                data = await _read(context)
             if data is grpc.aio.EOF:
                 return
             site.rate.take()
             said = _parsed(pb.FromSite, data)
             match said.WhichOneof("said"):
                 case "alive":
-                    self._end_if_removed(site)  # by a command that has not reached this process
+                    self._front.proved(context.peer(), site.name)
                     head = await self._disk(partial(self._exchange_heads, site, said.alive.head))
                     session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
                 case "reply":
@@ -639,14 +662,13 @@ class Door(Closing):
 
     def _exchange_heads(self, site: Site, seen: pb.Head) -> Head:
         """Keep the head of a site's audit log; that of the coordinator's."""
-        self._heads.note(_owner(site, site.public), Head(seen.number, seen.hash))
+        self._heads.note(site.name, Head.said(seen.number, seen.hash))
         return self._heads.own()
 
     async def _tell(self, session: Session, context: Context) -> None:
         while True:
             message = await session.unsent.get()
-            async with asyncio.timeout(STALL_S):
-                await context.write(message)
+            await _write(context, message)
 
     def _replied(self, site: Site, session: Session, letter: pb.Letter) -> None:
         pending = site.pending
@@ -739,7 +761,7 @@ class Door(Closing):
     async def _download(self, _requests: Any, context: Context) -> None:
         async with self._transfer(context) as (site, pending):
             async with asyncio.timeout(HANDSHAKE_S):
-                wanted = _parsed(pb.Wanted, await context.read())
+                wanted = _parsed(pb.Wanted, await _read(context))
             offered = pending.asked.offered
             vector = offered.get(wanted.hash)
             if vector is None or not 0 <= wanted.offset <= vector.nbytes:
@@ -749,8 +771,7 @@ class Door(Closing):
                 if site.pending is not pending:
                     raise TransferError("vector", expected="a request that waits for its reply")
                 data = vector[at : at + CHUNK]
-                async with asyncio.timeout(STALL_S):
-                    await context.write(part_of(data))
+                await _write(context, part_of(data))
                 site.sent += data.nbytes
                 if pending.fetched < whole:
                     pending.fetched_at = time.monotonic()
@@ -760,11 +781,6 @@ class Door(Closing):
         done = self._loop.loop.run_in_executor(self._writers, work)
         done.add_done_callback(_retrieve)
         return done
-
-
-def _owner(site: Site, public: bytes) -> str:
-    """Under what the head of a site's audit log is kept: with another key it may have another log."""
-    return f"{site.name}-{public.hex()[:16]}"
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
@@ -812,13 +828,30 @@ def _parsed(kind: type[M], data: Any) -> M:
     return message
 
 
+async def _read(context: Context) -> Any:
+    """The next message of a call."""
+    return await _to_its_end(context.read())
+
+
 async def _received(context: Context) -> bytes | None:
     """The next message of an upload; None where the site has broken it off."""
     async with asyncio.timeout(STALL_S):
-        data: bytes = await context.read()
+        data: bytes = await _read(context)
     return None if data is grpc.aio.EOF else data
 
 
-async def _write(context: Context, message: Message) -> None:
+async def _write(context: Context, message: Message | bytes) -> None:
+    """Send a message, which may be serialized."""
+    data = message if isinstance(message, bytes) else message.SerializeToString()
     async with asyncio.timeout(STALL_S):
-        await context.write(message.SerializeToString())
+        await _to_its_end(context.write(data))
+
+
+def _to_its_end(operation: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """An operation of a call, which goes on when what waits for it is cancelled: it ends with its call.
+
+    gRPC never frees one that is cancelled (`execute_batch`), and whoever connects can make as many as he likes.
+    """
+    task = asyncio.ensure_future(operation)
+    task.add_done_callback(_retrieve)
+    return asyncio.shield(task)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from cloister.protocol.errors import DoorError, MemberError, RosterError
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.short_authentication import Exchange, check_revealed
-from cloister.server.door.rate import Rate
+from cloister.server.door.rate import Rate, Rates
 
 _PLACES = 16
 """Requests that may wait."""
@@ -40,7 +40,7 @@ _ALL_BURST, _ALL_RATE = 200, 1.0
 _WRONG = 3
 """Wrong codes after which a request waits no longer."""
 _REMEMBERED = 1024
-"""Addresses, commitments, names and ends of requests that are remembered, of each the newest."""
+"""Commitments, names and ends of requests that are remembered, of each the newest."""
 
 V = TypeVar("V")
 
@@ -78,8 +78,7 @@ class Enrolments:
         self._waiting: list[Waiting] = []
         """The oldest first."""
         self._rate = Rate(_ALL_BURST, _ALL_RATE)
-        self._rates: dict[str, Rate] = {}
-        """By address."""
+        self._rates = Rates(_BURST, _RATE)
         self._commitments: dict[bytes, bool] = {}
         self._tries: dict[str, int] = {}
         """Codes that were made for a name."""
@@ -97,8 +96,7 @@ class Enrolments:
             RosterError: it was answered before, or is none.
             DoorError: too many come from that address.
         """
-        _remember(self._rates, address, rate := self._rates.get(address) or Rate(_BURST, _RATE))
-        rate.take()
+        self._rates.take(address)
         self._rate.take()
         if len(commitment) != 32 or commitment in self._commitments:
             raise RosterError("commitment", commitment[:32].hex(), expected="a new one of 32 bytes each time")
@@ -139,9 +137,14 @@ class Enrolments:
         again = next((each for each in self._waiting if each.request.key == request.key), None)
         if again is None:
             self._make_place(address)
+        elif again.request.name != request.name:
+            raise RosterError(
+                "--name", request.name, expected=f"{again.request.name}, for which this key waits already"
+            )
         else:
             self._waiting.remove(again)
-        _remember(self._tries, request.name, self._tries.get(request.name, 0) + 1)
+        waiting = {each.request.name for each in self._waiting}
+        _remember(self._tries, request.name, self._tries.get(request.name, 0) + 1, waiting)
         self._waiting.append(Waiting(request, document, exchange.code, address, datetime.now(UTC), now, now))
         return request.name
 
@@ -249,9 +252,9 @@ class Enrolments:
         _remember(self._ended, waiting.request.key, reason)
 
 
-def _remember(kept: dict[Any, V], key: Any, value: V) -> None:
-    """Note a value, and forget the oldest of too many."""
+def _remember(kept: dict[Any, V], key: Any, value: V, always: Collection[Any] = ()) -> None:
+    """Note a value, and forget the oldest of too many that is not to be kept always."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _REMEMBERED:
-        del kept[next(iter(kept))]
+        del kept[next(each for each in kept if each not in always)]

@@ -24,7 +24,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from cloister.protocol.errors import DoorError
 from cloister.protocol.messages.transfer import HANDSHAKE_S
+from cloister.server.door.rate import Rate, Rates
 
 _STRANGERS = 64
 """Places of connections from addresses at which no site has proved itself."""
@@ -37,6 +39,12 @@ _KNOWN_S = 3600.0
 _ADDRESSES = 4
 """Addresses at which a site is known, the newest."""
 _BACKLOG = 1024
+_CALLS, _CALLS_S = 512, 100.0
+"""Calls of a connection that may come at once, and a second."""
+_CALLS_BEFORE = 4
+"""Those before a proof, which needs one. gRPC keeps 32 bytes of each that is broken off."""
+_ARRIVALS_S = 10.0
+"""Connections of an address that may come in a second, once as many have come as there are places."""
 
 
 class _End(asyncio.Protocol):
@@ -90,6 +98,8 @@ class _Passage:
         self.outer.other, self.inner.other = self.inner, self.outer
         self._front, self._number = front, number
         self._before = 0
+        self.calls = Rate(_CALLS_BEFORE, 0.0, "calls")
+        """Of the peer in this connection."""
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self.limit()
@@ -187,17 +197,34 @@ class Front:
     def resize(self, sites: int) -> None:
         """The federation has so many sites now."""
         self._most[True] = 2 * sites + _STRANGERS
+        self._arrivals = Rates(self._most[True], _ARRIVALS_S)
+        """Connections by their address."""
 
     def address(self, peer: str) -> str:
         """Where a peer of gRPC comes from."""
         passage = self._passages.get(_number(peer))
         return "a connection that has ended" if passage is None else passage.address
 
+    def count(self, peer: str) -> None:
+        """A peer of gRPC makes a call.
+
+        Raises:
+            DoorError: its connection has made too many, and ends.
+        """
+        passage = self._passages.get(_number(peer))
+        if passage is not None:
+            try:
+                passage.calls.take()
+            except DoorError:
+                passage.close()
+                raise
+
     def proved(self, peer: str, name: str) -> None:
         """A peer of gRPC has proved which site it is: its connection is without a limit, until `ended`."""
         passage = self._passages.get(_number(peer))
         if passage is not None:
-            passage.proved = True
+            if not passage.proved:
+                passage.proved, passage.calls = True, Rate(_CALLS, _CALLS_S, "calls")
             self._known.pop(passage.address, None)
             own = [address for address, (_, site) in self._known.items() if site == name]
             if len(own) == _ADDRESSES:
@@ -222,6 +249,11 @@ class Front:
         # asyncio does so only for a socket that names its protocol; else a message may wait 40 ms for the one before.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address = _address(transport.get_extra_info("peername"))
+        try:
+            self._arrivals.take(address)
+        except DoorError:
+            transport.abort()
+            return _End(lambda: None)
         self._make_place(address)
         self._numbers += 1
         passage = self._passages[self._numbers] = _Passage(self, self._numbers, address)

@@ -32,3 +32,27 @@ class Rate:
         if self._left < 1:
             raise DoorError(self._what, expected=f"at most {self._per_s:g} a second")
         self._left -= 1
+
+
+class Rates:
+    """A `Rate` for each address, as for `Rate`; of the addresses that came last, `MOST` are known."""
+
+    MOST = 1024
+
+    def __init__(self, burst: int, per_s: float, what: str = "messages") -> None:
+        self._burst, self._per_s, self._what = burst, per_s, what
+        self._of: dict[str, Rate] = {}
+        """The one that came last is the last."""
+
+    def take(self, address: str) -> None:
+        """Count one of an address.
+
+        Raises:
+            DoorError: there were too many.
+        """
+        rate = self._of.get(address) or Rate(self._burst, self._per_s, self._what)
+        self._of.pop(address, None)
+        self._of[address] = rate
+        if len(self._of) > self.MOST:
+            del self._of[next(iter(self._of))]
+        rate.take()

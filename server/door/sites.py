@@ -118,6 +118,8 @@ class Site:
     session: Session | None = None
     public: bytes = b""
     """The key with which it has opened its session."""
+    installing: asyncio.Task[Any] | None = None
+    """Its call for a version of the federation; a newer one ends it."""
     refused: str = ""
     """Why it was refused a session since its last one, though it has proved its key; empty: it was not."""
     pending: Pending | None = None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.protocol.errors import CloisterError, EngineError
-from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.machine.storage import own_files, write_bytes
 
 Answer = Iterator[Mapping[str, Any]]
 _FILE = "control.json"
@@ -54,8 +54,10 @@ class Control:
         self._key = os.urandom(_SECRET)
         self._listener = Listener(("127.0.0.1", 0), backlog=2 * _MOST)
         port = self._listener.address[1]
-        write_bytes(self._path, json.dumps({"port": port, "key": self._key.hex()}).encode(), durable=False)
-        self._path.chmod(0o600)
+        with own_files():
+            write_bytes(
+                self._path, json.dumps({"port": port, "key": self._key.hex()}).encode(), durable=False
+            )
         self._thread = threading.Thread(target=self._listen, name="control", daemon=True)
         self._thread.start()
 

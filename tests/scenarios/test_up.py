@@ -106,6 +106,8 @@ def test_a_deployment_ends_with_the_weights_of_a_simulation(
         assert rehearsed.outcome[figure] == simulated[figure]
     assert not rehearsed.ended
     assert not rehearsed.files.spool.exists(), "the uploads are removed"
+    written = (rehearsed.files.coordinator_log, rehearsed.files.events, rehearsed.federation / "control.json")
+    assert not [path for path in written if path.stat().st_mode & 0o077]
     for site in rehearsed.sites():
         state = site.parent / "state"
         assert not list((state / "door").iterdir()), "so are those of a site"

@@ -82,6 +82,12 @@ def test_the_facts_of_one_run_are_told(log: Path) -> None:
     assert list(facts_of(log.parent / "none", "run 1")) == []
 
 
+@pytest.mark.parametrize("hash", ["", "a" * 63, "A" * 64, "a" * 63 + "\x1b", "a" * 65])
+def test_what_a_peer_says_that_is_no_head_is_none(hash: str) -> None:
+    assert Head.said(2**63, hash) == EMPTY
+    assert Head.said(7, "a" * 64) == Head(7, "a" * 64)
+
+
 def test_a_head_is_kept_and_is_never_that_of_a_shorter_log(tmp_path: Path) -> None:
     heads = Heads(None, tmp_path / "heads")
     assert heads.known("north") == EMPTY

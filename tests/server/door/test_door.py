@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -19,6 +20,7 @@ import pytest
 from cloister.aggregation.sums import Sums
 from cloister.lm.model.model import count_parameters
 from cloister.protocol.errors import EngineError
+from cloister.protocol.identity.heads import Head, Heads
 from cloister.protocol.messages.messages import Contribute, Contribution, Failed, Join, Joined
 from cloister.protocol.messages.transfer import CHUNK, SMALL
 from cloister.protocol.plan.soundness import parse
@@ -35,9 +37,11 @@ from cloister.tests.parties.door_parties import (
     WAIT_S,
     Answering,
     AtDoor,
+    Raw,
     Relay,
     connected,
     contribute,
+    entrance_at,
     federation_of,
     identity_of,
     join_request,
@@ -384,6 +388,46 @@ def test_sites_stay_when_a_run_is_over_and_serve_the_next(tmp_path: Path) -> Non
             assert following.wait_for(1, WAIT_S) == 1
             assert (ask(following, contribute(MODEL)) == site.vector).all()
             assert str(client.run_label) == "next"
+
+
+def test_a_site_serves_the_next_run_though_it_cannot_remove_what_the_last_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems keep a file that is open elsewhere."""
+    site, unlink = Answering(), Path.unlink
+
+    def busy(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == tmp_path / "site-1":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, missing_ok=missing_ok)
+
+    def fails() -> None:
+        ended.set()
+        raise RuntimeError
+
+    ended = threading.Event()
+    monkeypatch.setattr(Path, "unlink", busy)
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path) as client:
+        assert (ask(channel, contribute(MODEL)) == site.vector).all()
+        client._ended = fails  # a defect of what comes after that
+        channel.grid.close(over=True)
+        assert ended.wait(WAIT_S)
+        with AtDoor(tmp_path / "next", door=channel.door, run="next") as following:
+            assert following.wait_for(1, WAIT_S) == 1
+            assert (ask(following, contribute(MODEL + 1)) == site.vector).all()
+
+
+def test_a_site_with_a_new_key_is_told_what_was_seen_of_its_log(tmp_path: Path) -> None:
+    """A restored folder is found whatever key it has."""
+    federation = [federation_of({"site-1": identity_of("site-1")})]
+    heads = Heads(None, tmp_path / "heads")
+    with Door(lambda: CERTIFICATE, lambda: federation[0], "127.0.0.1:0", heads) as door:
+        heads.note("site-1", Head(7, "a" * 64))
+        for name in ("site-1", "another key"):
+            federation[0] = federation_of({"site-1": identity_of(name)})
+            with Raw(entrance_at(door.address)) as raw:
+                _, welcome = raw.welcomed("site-1", identity_of(name))
+                assert (welcome.seen.number, welcome.seen.hash) == (7, "a" * 64)
 
 
 def test_a_certificate_that_was_renewed_is_served_at_once(tmp_path: Path) -> None:

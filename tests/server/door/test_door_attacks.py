@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import random
@@ -196,8 +197,12 @@ def test_the_door_says_of_each_site_whether_it_is_connected_and_why_it_was_refus
         held.cancel()
 
 
-def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(tmp_path: Path) -> None:
-    """The command was killed after it has published; or the site proves itself while it is published."""
+def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command was killed after it has published, and the site never says that it is alive; or it proves itself
+    while the version is published."""
+    monkeypatch.setattr(server_door, "HEARTBEAT_S", 0.1)
     members = {name: identity_of(name) for name in NAMES}
     whole = federation_of(members)
     rest = federation_of({name: members[name] for name in NAMES[1:]})
@@ -206,7 +211,6 @@ def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(tmp_
         with AtDoor(tmp_path, door=door) as channel, Raw(channel) as raw:
             call, _ = raw.open("site-1")
             newest[0] = rest
-            raw.say(alive=Alive())
             with pytest.raises(grpc.RpcError) as raised:
                 list(call)
             assert raised.value.code() is grpc.StatusCode.ABORTED
@@ -355,6 +359,7 @@ def asked(channel: AtDoor, request: Any) -> Iterator[list[Any]]:
     assert not thread.is_alive()
 
 
+@pytest.mark.usefixtures("talkative")
 def test_calls_of_strangers_end_no_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC bounds calls in total alone; here connections are bounded, and the calls of each."""
     for where in ("front", "door"):
@@ -539,6 +544,86 @@ def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.
         assert next(iter(channel.ask({1: join_request()}, WAIT_S, group="1")))[1] == Joined("site-1")
 
 
+def test_calls_of_a_connection_are_counted_whatever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are refused at once cost the coordinator as much time."""
+    monkeypatch.setattr(front, "_CALLS", 20)
+    with open_channel(tmp_path) as channel:
+        for before in (front._CALLS_BEFORE, 20):
+            with Raw(channel) as raw:
+                if before == 20:
+                    raw.open("site-1")
+                codes = [raw.refused("Upload", [b""], b"no session")[0] for _ in range(100)]
+            assert codes[:before] == ["UNAUTHENTICATED"] * before
+            assert {"RESOURCE_EXHAUSTED", "UNAVAILABLE"} & set(codes[before:]), "the connection has ended"
+
+
+def test_connections_of_an_address_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a handshake of TLS."""
+    monkeypatch.setattr(front, "_ARRIVALS_S", 0.0)
+    with open_channel(tmp_path) as channel:
+        places = channel.door._front._most[True]
+        for _ in range(places):
+            with socket.create_connection(("127.0.0.1", int(channel.address.rpartition(":")[2]))):
+                pass
+        (late,) = strangers(channel, 1)
+        assert is_closed(late)
+        late.close()
+
+
+def test_a_site_holds_one_connection_in_which_it_asks_for_the_federation(tmp_path: Path) -> None:
+    """It reads nothing of the answer: a proved connection has no other limit."""
+    with open_channel(tmp_path) as channel, ExitStack() as opened:
+        peers = [opened.enter_context(Raw(channel)) for _ in range(5)]
+        passages = channel.door._front._passages
+        for raw in peers:
+            held_at_its_version(raw, "site-1")
+        until = time.monotonic() + WAIT_S
+        while sum(each.proved for each in list(passages.values())) > 1:
+            assert time.monotonic() < until, "it holds several"
+
+
+def held_at_its_version(raw: Raw, name: str) -> Any:
+    """A call of a site that asks for the federation, which goes on."""
+    more_than_is_sent_without_a_reader = bytes(2**30)
+    with mock.patch.object(server_door, "_document", return_value=more_than_is_sent_without_a_reader):
+        call = raw.call("Enrol", iter(raw.unsent.get, None))
+        raw.say(hello=Hello(version=VERSION, name=name, nonce=bytes(32)))
+        nonce = said(call).challenge.nonce
+        raw.say(proof=raw.proof(name, identity_of(name), nonce))
+        assert said(call).document, "the first part"
+    return call
+
+
+def test_what_grpc_does_for_a_call_is_not_cancelled_with_the_call() -> None:
+    """gRPC never frees an operation that is cancelled, and whoever connects can break off as many as he likes: 230
+    bytes each, and 32 so. An operation ends by itself when its call does."""
+
+    async def read() -> bytes:
+        await ended.wait()
+        read_to_its_end.append(True)
+        return b""
+
+    async def broken_off() -> None:
+        call: Any = SimpleNamespace(read=read, write=lambda _: read())
+        waiting = [
+            asyncio.create_task(each) for each in (server_door._read(call), server_door._write(call, b""))
+        ]
+        await asyncio.sleep(0)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(each.cancelled() for each in waiting)
+        ended.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(read_to_its_end) == 2
+
+    ended, read_to_its_end = asyncio.Event(), list[bool]()
+    asyncio.run(asyncio.wait_for(broken_off(), WAIT_S))
+
+
 def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
     raw.unsent.put(None)
     raw.unsent = type(raw.unsent)()
@@ -548,6 +633,7 @@ def raw_open_again(raw: Raw) -> tuple[Any, bytes]:
 # What says nothing, or little.
 
 
+@pytest.mark.usefixtures("talkative")
 def test_refusals_do_not_fill_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -706,6 +792,7 @@ def test_strangers_of_many_addresses_take_no_place_of_a_known_one(tmp_path: Path
                 each.close()
 
 
+@pytest.mark.usefixtures("talkative")
 def test_the_address_with_the_most_strangers_loses_one(
     everywhere: AtDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -786,6 +873,7 @@ def test_random_messages_cost_little_and_disturb_no_round(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("talkative")
 def test_random_messages_of_a_site_that_is_asked_cost_little_and_disturb_no_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -366,6 +366,22 @@ def test_no_door_is_there() -> None:
 # Commitments.
 
 
+def test_the_codes_that_were_made_for_a_name_that_waits_are_not_forgotten(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number shows who tries to guess one."""
+    monkeypatch.setattr(enrolments, "_REMEMBERED", 2)
+    for _ in range(3):
+        enrol(opened.address, asking("one"))
+    with pytest.raises(MemberError):  # a key has one name: it could take the places of all others
+        enrol(opened.address, Request.of("two", identity_of("one"), "x", TODAY))
+    for name in ("two", "three", "four"):
+        with suppress(DoorError):  # an address has few places
+            enrol(opened.address, asking(name))
+    assert {each["name"]: each["tries"] for each in opened.door.waiting()[0]}["one"] == 3
+
+
+@pytest.mark.usefixtures("talkative")
 def test_a_commitment_is_answered_once(opened: Open) -> None:
     document, nonce = asking("one").to_toml(), bytes(32)
     committed = commitment(document, nonce)
@@ -516,6 +532,7 @@ def test_an_exchange_that_says_nothing_ends(opened: Open, monkeypatch: pytest.Mo
     assert opened.failed == 1
 
 
+@pytest.mark.usefixtures("talkative")
 def test_an_address_has_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 at once and one in 5 s, whatever becomes of them; another address has its own."""
     now = [0.0]
@@ -542,6 +559,7 @@ def test_all_addresses_together_begin_few_enrolments() -> None:
         door.commit(bytes([1] * 32), "192.0.2.1")
 
 
+@pytest.mark.usefixtures("talkative")
 def test_a_flood_of_enrolments_disturbs_no_member_and_costs_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
