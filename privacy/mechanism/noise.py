@@ -55,7 +55,7 @@ _BETWEEN_BLOCKS = 2**65  # 64-bit draws: 2^64 values of the counter for each blo
 _LONGEST = 2**62  # elements; the counter has room for 2^63 blocks
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class NoiseStream:
     """Sequences of noise that are functions of a key: the same key, law and offset give the same noise.
 
