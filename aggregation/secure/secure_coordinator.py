@@ -493,6 +493,4 @@ class SecureCoordinator:
         self._step = Step(step + 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _interpolation(indices: tuple[int, ...]) -> shamir.Interpolation:
-    return shamir.Interpolation(indices)
+_interpolation = functools.lru_cache(maxsize=64)(shamir.Interpolation)
