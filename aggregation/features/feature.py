@@ -237,10 +237,6 @@ class Summed:
     rounds: tuple[int, ...]
     """The rounds whose models the updates are of; its own alone, but for asynchronous rounds."""
 
-    def told_by(self, name: str) -> bytes:
-        """What a feature told them."""
-        return dict(self.told).get(name, b"")
-
 
 @dataclass(frozen=True)
 class Given:
