@@ -390,16 +390,10 @@ def _sequences(folder: Path, index: int) -> Prepared | None:
     return _store(folder).site(index) if folder.exists() else None
 
 
-@lru_cache(maxsize=4)
-def _store(folder: Path) -> Store:
-    """The store of a run, mapped once in a worker."""
-    return Store(folder)
-
-
-@lru_cache(maxsize=4096)
-def _config(path: Path) -> SiteConfig:
-    """A simulated site's configuration, read once in a worker."""
-    return read_config(path)
+_store = lru_cache(maxsize=4)(Store)
+"""The store of a run, mapped once in a worker."""
+_config = lru_cache(maxsize=4096)(read_config)
+"""A simulated site's configuration, read once in a worker."""
 
 
 def lay_out(plan: Plan, folder: Path) -> None:

@@ -115,8 +115,8 @@ def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, l
 
 def write_sites(
     folder: Path, records: Records, parts: Sequence[Sequence[int]], alter: Alter = unaltered
-) -> list[Path]:
-    """Write each site's records to `folder/site-NNN/data.jsonl` and return these paths, by site.
+) -> None:
+    """Write each site's records to `folder/site-NNN/data.jsonl`.
 
     A line is one record as a JSON object; a value without a JSON type (such as Parquet's dates) becomes text. A file
     is written whole or not at all.
@@ -130,10 +130,9 @@ def write_sites(
     Raises:
         StorageError: the disk is full or refuses the write.
     """
-    paths = [folder / site_name(index) / "data.jsonl" for index in range(len(parts))]
-    for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
-        write_records(path, alter(index, [records[number] for number in part]))
-    return paths
+    for index, part in enumerate(parts):
+        written = alter(index, [records[number] for number in part])
+        write_records(folder / site_name(index) / "data.jsonl", written)
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

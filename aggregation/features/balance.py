@@ -229,7 +229,7 @@ class _AtCoordinator(AtCoordinator):
         self._measured.add(noted)
 
     def figures(self, sums: Sequence[Summed]) -> Figures:
-        taken = [steps for summed in sums for _, steps in steps_in(summed.told_by(NAME))]
+        taken = [steps for summed in sums for _, steps in steps_in(dict(summed.told).get(NAME, b""))]
         return {"least_steps": min(taken), "most_steps": max(taken)}
 
 

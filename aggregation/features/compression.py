@@ -61,6 +61,7 @@ import numpy.typing as npt
 
 from cloister.aggregation.features import in_clear
 from cloister.aggregation.features.feature import (
+    WHOLE,
     AtCoordinator,
     AtSite,
     Basis,
@@ -69,6 +70,7 @@ from cloister.aggregation.features.feature import (
     Figures,
     Given,
     Me,
+    Portion,
     Secrets,
     State,
     Summed,
@@ -78,7 +80,6 @@ from cloister.aggregation.vector.average import CLIPPED, WEIGHT, SumLayout
 from cloister.aggregation.vector.compression import BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import ROTATED, Floats, rotated_blocks
-from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.errors import PlanError, UpdateError
 from cloister.protocol.figure import Figure
 from cloister.protocol.machine.storage import allocate, on_disk
@@ -359,20 +360,14 @@ class Compressed(InClear):
     residuals: Residuals | None = field(kw_only=True)
     """The files of what is left out; None where that is not kept."""
 
-    def release(
-        self,
-        values: Floats,
-        tokens: int,
-        offset: int = 0,
-        gather: Gather = alone,
-        out: RingVector | None = None,
-    ) -> tuple[RingVector, Clipped]:
+    def release(self, values: Floats, tokens: int, of: Portion = WHOLE) -> tuple[RingVector, Clipped]:
         """As `Code.release`; the residual of the span is written."""
         code = self.layout.blocks
         assert code is not None, "a compressed layout has blocks"
-        span = code.coded(Span(offset, offset + values.size))
+        span = code.coded(Span(of.offset, of.offset + values.size))
         factor = self.weight(tokens) / self.layout.heaviest
-        encode = partial(code.encode, values, self.bounds, self.rounding, offset, factor=factor, out=out)
+        coding = partial(code.encode, values, self.bounds, self.rounding, of.offset)
+        encode = partial(coding, factor=factor, out=of.out)
         if self.residuals is None:
             coded, clipped = encode()
             return coded, Clipped(values=clipped)

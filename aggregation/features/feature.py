@@ -103,6 +103,21 @@ class Clipped:
     """What the site adds to adaptive clipping's count, as `SiteMechanism.encode` returns it; the same for all spans."""
 
 
+class Portion(NamedTuple):
+    """A span of an update, which one process codes."""
+
+    offset: int = 0
+    """Element of the update where it starts."""
+    gather: Gather = alone
+    """Collects the numbers of all spans (`privacy.mechanism.clip.Gather`)."""
+    out: RingVector | None = None
+    """Ring integers of the span to write into; by default new ones."""
+
+
+WHOLE = Portion()
+"""All of the update, in one process."""
+
+
 class Code(Protocol):
     """How an update becomes the ring integers that are summed; it can be sent to another process."""
 
@@ -115,22 +130,13 @@ class Code(Protocol):
         """Whether the code protects the update as a whole: it sends noise alone for an update that is not there (NaN),
         and nothing about an update may be seen by a failure."""
 
-    def release(
-        self,
-        values: Floats,
-        tokens: int,
-        offset: int = 0,
-        gather: Gather = alone,
-        out: RingVector | None = None,
-    ) -> tuple[RingVector, Clipped]:
+    def release(self, values: Floats, tokens: int, of: Portion = WHOLE) -> tuple[RingVector, Clipped]:
         """The ring integers of one span.
 
         Args:
             values: Shape (d,), float32: elements [offset, offset + d) of the update, whole blocks of it.
             tokens: What the site learned from.
-            offset: Element of the update where `values` starts.
-            gather: Collects the numbers of all spans (`privacy.mechanism.clip.Gather`).
-            out: Ring integers of the span to write into.
+            of: Where in the update they are, and where their integers go.
 
         Raises:
             UpdateError: the span ends beyond the update or inside a block that goes on; or, unless the code `protects`,
@@ -230,10 +236,6 @@ class Summed:
     """What the attempt at it has noted."""
     rounds: tuple[int, ...]
     """The rounds whose models the updates are of; its own alone, but for asynchronous rounds."""
-
-    def told_by(self, name: str) -> bytes:
-        """What a feature told them."""
-        return dict(self.told).get(name, b"")
 
 
 @dataclass(frozen=True)

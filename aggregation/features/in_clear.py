@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cloister.aggregation.features.feature import (
+    WHOLE,
     AtCoordinator,
     AtSite,
     Basis,
     Clipped,
     Feature,
     Figures,
+    Portion,
     Secrets,
     Summed,
 )
@@ -26,7 +28,6 @@ from cloister.aggregation.vector.average import CLIPPED, WEIGHT, Counter, SumLay
 from cloister.aggregation.vector.compression import BlockCode
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
-from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.protocol.figure import Figure
 from cloister.protocol.plan.plan import AggregationSection, Plan
 
@@ -82,16 +83,9 @@ class InClear:
         """False: the update may be summed as it is."""
         return False
 
-    def release(
-        self,
-        values: Floats,
-        tokens: int,
-        offset: int = 0,
-        gather: Gather = alone,
-        out: RingVector | None = None,
-    ) -> tuple[RingVector, Clipped]:
-        """As `Code.release`; any span, and `gather` is not used."""
-        coded, clipped = self.layout.encode(values, self.weight(tokens), self.rounding, offset, out)
+    def release(self, values: Floats, tokens: int, of: Portion = WHOLE) -> tuple[RingVector, Clipped]:
+        """As `Code.release`; any span, and `of.gather` is not used."""
+        coded, clipped = self.layout.encode(values, self.weight(tokens), self.rounding, of.offset, of.out)
         return coded, Clipped(values=clipped)
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:

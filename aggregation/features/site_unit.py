@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.features.feature import (
+    WHOLE,
     AtCoordinator,
     AtSite,
     Basis,
@@ -30,6 +31,7 @@ from cloister.aggregation.features.feature import (
     Figures,
     Given,
     Me,
+    Portion,
     Secrets,
     State,
     Summed,
@@ -37,7 +39,6 @@ from cloister.aggregation.features.feature import (
 from cloister.aggregation.vector.average import WEIGHT, Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
-from cloister.privacy.mechanism.clip import Gather, alone
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import UpdateError
@@ -90,18 +91,11 @@ class Protected:
         """True."""
         return True
 
-    def release(
-        self,
-        values: Floats,
-        tokens: int,
-        offset: int = 0,
-        gather: Gather = alone,
-        out: RingVector | None = None,
-    ) -> tuple[RingVector, Clipped]:
+    def release(self, values: Floats, tokens: int, of: Portion = WHOLE) -> tuple[RingVector, Clipped]:
         """As `Code.release`. Nothing here raises because of the update's values; `tokens` are outside the privacy
         budget, and not used."""
-        coded: RingVector = np.empty(values.shape, self.layout.ring.dtype) if out is None else out
-        count = self.mechanism.encode(values, self.clip_norm, self.noise, coded, offset, gather)
+        coded: RingVector = np.empty(values.shape, self.layout.ring.dtype) if of.out is None else of.out
+        count = self.mechanism.encode(values, self.clip_norm, self.noise, coded, of.offset, of.gather)
         return coded, Clipped(count=count)
 
     def tail(self, clipped: Sequence[Clipped], tokens: int, loss: float) -> RingVector:

@@ -140,11 +140,6 @@ class SecureCoordinator:
         """The messages of U1."""
         return tuple(self._advertised[site] for site in sorted(self._advertised))
 
-    @property
-    def advertising(self) -> int:
-        """Number of the sites of U1."""
-        return len(self._advertised)
-
     # 3. Share.
 
     def shared(self, message: Shares) -> None:
@@ -493,6 +488,4 @@ class SecureCoordinator:
         self._step = Step(step + 1)
 
 
-@functools.lru_cache(maxsize=64)
-def _interpolation(indices: tuple[int, ...]) -> shamir.Interpolation:
-    return shamir.Interpolation(indices)
+_interpolation = functools.lru_cache(maxsize=64)(shamir.Interpolation)

@@ -389,9 +389,8 @@ def _merged(parts: Sequence[tuple[float, Floats, Sequence[Span]]]) -> Floats:
     """
     edges = sorted({edge for *_, spans in parts for span in spans for edge in (span.start, span.stop)})
     own = [list(accumulate((span.size for span in spans), initial=0)) for *_, spans in parts]
-    found: list[
-        list[tuple[float, Floats]]
-    ] = []  # between two edges: weights, and elements of each vector that has it
+    # Between two edges: weights, and elements of each vector that has it.
+    found: list[list[tuple[float, Floats]]] = []
     for start, stop in pairwise(edges):
         found.append([])
         for (weight, vector, spans), firsts in zip(parts, own, strict=True):

@@ -62,6 +62,77 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value; as `value`."""
         (to or self).add_argument(*name.split(), action="store_true", help=told)
 
+    def add_federation(self, told: str = "the folder of the federation") -> None:
+        """FEDERATION: the coordinator's folder of a federation."""
+        self.value("federation FEDERATION", told)
+
+    def add_run(self) -> None:
+        """RUN: the folder of a run."""
+        self.value("run RUN", "the run folder")
+
+    def add_json(self) -> None:
+        """--json: output for programs."""
+        self.flag("--json", "print one line of JSON")
+
+    def add_log_format(self) -> None:
+        """--log-format: how a process that stays logs."""
+        self.value(
+            "--log-format",
+            "log lines of text, or one JSON object a line, with run, round, attempt and site where they are known",
+            "text",
+            choices=("text", "json"),
+        )
+
+    def add_metrics(self) -> None:
+        """--metrics and --metrics-on-network: where a coordinator serves metrics."""
+        self.value(
+            "--metrics HOST:PORT",
+            "serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
+            "",
+        )
+        self.flag(
+            "--metrics-on-network",
+            "accept another address than one of loopback; metrics are not encrypted, and name the sites",
+        )
+
+    def add_plan(self, default: str = _DEFAULT) -> None:
+        """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
+        self.value(
+            "plan PLAN",
+            "a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
+            f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
+            nargs="?",
+        )
+        self.value("--sites N", "sites in the federation (cohort.sites)", type=int)
+        self.value(
+            "--set SECTION.KEY=VALUE",
+            "override a field of the plan, such as local.steps=50; repeatable",
+            several=True,
+        )
+
+    def add_deployed(self, runs: str) -> None:
+        """PLAN and the options of a deployed run, or --again alone.
+
+        Args:
+            runs: Where run folders are made, for the help text.
+        """
+        self.add_plan()
+        self.value("--rounds N", "number of rounds (run.rounds)", type=int)
+        self.value("--out DIR", f"run folder, new or empty (default: {runs}/NAME)")
+        self.value(
+            "--again RUN",
+            "instead of a new run: continue this one, which has failed or was stopped, as it began",
+        )
+
+    def add_engine(self) -> None:
+        """--workers and --ray-address: what runs the sites and carries the messages."""
+        self.value("--workers N", "worker processes (default: what the machine or cluster has)", type=int)
+        self.value(
+            "--ray-address HOST:PORT",
+            "a running Ray cluster, whose nodes share the run folder, for Flower's simulation runtime "
+            "(default: worker processes of this machine)",
+        )
+
 
 def said(docstring: str | None) -> dict[str, Any]:
     """The help and the description of a verb or an action, from the docstring of its module or function: the first
@@ -83,75 +154,6 @@ def tell(arguments: argparse.Namespace, facts: Mapping[str, object], *lines: str
     """Print what a verb has done: facts as one line of JSON with `--json`, else lines. Returns 0, the exit code."""
     print(json.dumps(dict(facts)) if arguments.json else "\n".join(lines))
     return 0
-
-
-def add_federation(parser: Parser, told: str = "the folder of the federation") -> None:
-    """FEDERATION: the coordinator's folder of a federation."""
-    parser.value("federation FEDERATION", told)
-
-
-def add_run(parser: Parser) -> None:
-    """RUN: the folder of a run."""
-    parser.value("run RUN", "the run folder")
-
-
-def add_json(parser: Parser) -> None:
-    """--json: output for programs."""
-    parser.flag("--json", "print one line of JSON")
-
-
-def add_log_format(parser: Parser) -> None:
-    """--log-format: how a process that stays logs."""
-    parser.value(
-        "--log-format",
-        "log lines of text, or one JSON object a line, with run, round, attempt and site where they are known",
-        "text",
-        choices=("text", "json"),
-    )
-
-
-def add_metrics(parser: Parser) -> None:
-    """--metrics and --metrics-on-network: where a coordinator serves metrics."""
-    parser.value(
-        "--metrics HOST:PORT",
-        "serve metrics for Prometheus on this address of loopback; port 0: one that is free (default: not)",
-        "",
-    )
-    parser.flag(
-        "--metrics-on-network",
-        "accept another address than one of loopback; metrics are not encrypted, and name the sites",
-    )
-
-
-def add_plan(parser: Parser, default: str = _DEFAULT) -> None:
-    """PLAN, --sites and --set: a plan, and values that replace its own; `default` is what is taken without PLAN."""
-    parser.value(
-        "plan PLAN",
-        "a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
-        f"classify, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
-        nargs="?",
-    )
-    parser.value("--sites N", "sites in the federation (cohort.sites)", type=int)
-    parser.value(
-        "--set SECTION.KEY=VALUE",
-        "override a field of the plan, such as local.steps=50; repeatable",
-        several=True,
-    )
-
-
-def add_deployed(parser: Parser, runs: str) -> None:
-    """PLAN and the options of a deployed run, or --again alone.
-
-    Args:
-        parser: The parser.
-        runs: Where run folders are made, for the help text.
-    """
-    add_plan(parser)
-    parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
-    parser.value("--out DIR", f"run folder, new or empty (default: {runs}/NAME)")
-    parser.value(
-        "--again RUN", "instead of a new run: continue this one, which has failed or was stopped, as it began"
-    )
 
 
 def check_again(arguments: argparse.Namespace, error: type[CloisterError]) -> None:
@@ -188,7 +190,7 @@ def folder_for(out: str | None, folder: Path, name: str) -> Path:
 def chosen_plan(
     arguments: argparse.Namespace, fields: Mapping[str, object] | None = None, *, default: str = _DEFAULT
 ) -> Plan:
-    """The plan that the options of `add_plan` choose: a file, a shipped plan, or the default.
+    """The plan that the options of `Parser.add_plan` choose: a file, a shipped plan, or the default.
 
     Args:
         arguments: The parsed options.
@@ -226,13 +228,3 @@ def shipped_plans() -> dict[str, str]:
         for entry in folder.iterdir()
         if entry.name.endswith(".toml")
     }
-
-
-def add_engine(parser: Parser) -> None:
-    """--workers and --ray-address: what runs the sites and carries the messages."""
-    parser.value("--workers N", "worker processes (default: what the machine or cluster has)", type=int)
-    parser.value(
-        "--ray-address HOST:PORT",
-        "a running Ray cluster, whose nodes share the run folder, for Flower's simulation runtime "
-        "(default: worker processes of this machine)",
-    )

@@ -181,9 +181,8 @@ class LiveDisplay(LineDisplay):
                 case progress.RoundStarted(number, attempt, purpose, cohort):
                     again = f", attempt {attempt}" if attempt > 1 else ""
                     self._status = f"round {number}{again}, {_DOING[purpose]}"
-                    if event.beside(
-                        self._begun
-                    ):  # an attempt at the sum of another group, or of the same again
+                    # An attempt at the sum of another group, or of the same again.
+                    if event.beside(self._begun):
                         self._cohort += tuple(site for site in cohort if site not in self._cohort)
                         self._answered = [site for site in self._answered if site not in cohort]
                     else:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.cli.options.shared_options import Parser
 from cloister.cli.show.console import PipedConsole
 from cloister.privacy.report.figures import at_least, at_most, scientific
 from cloister.server.record.folder import RunFolder
@@ -40,7 +40,7 @@ ALARM = 3
 
 def options(parser: Parser) -> None:
     """Run folder, size and confidence of the attack."""
-    add_run(parser)
+    parser.add_run()
     parser.value(
         "--canaries M",
         "canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
@@ -48,7 +48,7 @@ def options(parser: Parser) -> None:
     )
     parser.value("--confidence P", "confidence of the printed bound, not of an alarm", 0.95)
     parser.value("--steps N", "local steps to attack, at most (default: all of the run)", type=int)
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

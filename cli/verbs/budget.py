@@ -11,7 +11,7 @@ import json
 import math
 from functools import partial
 
-from cloister.cli.options.shared_options import Parser, add_json, add_plan, chosen_plan
+from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Accountant, Spent, spent
 from cloister.privacy.accounting.claims import mechanism, unit
@@ -27,7 +27,7 @@ _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 def options(parser: Parser) -> None:
     """Plan, length, noise or epsilon, group."""
-    add_plan(parser)
+    parser.add_plan()
     parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
     parser.value("--noise-multiplier Z", "noise in units of the clipping norm", type=float)
     parser.value("--target-epsilon E", "epsilon of the whole run, to find its noise", type=float)
@@ -36,7 +36,7 @@ def options(parser: Parser) -> None:
         "also the epsilon of K units together, such as K records of one person; with --noise-multiplier",
         type=int,
     )
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

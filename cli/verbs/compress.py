@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.cli.options.shared_options import Parser
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.cli.verbs.tokenizer import check_public
 from cloister.lm.tasks.figures import FIGURES
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def options(parser: Parser) -> None:
     """Run folder, method, public text, target folder."""
-    add_run(parser)
+    parser.add_run()
     method = parser.add_mutually_exclusive_group(required=True)
     parser.value(
         "--prune SHARE", "set this share of the weights of linear layers to zero", type=float, to=method
@@ -56,7 +56,7 @@ def options(parser: Parser) -> None:
     )
     parser.value("--steps N", "steps of --distil (default: 200)", type=int)
     parser.value("--out DIR", "folder to write, new or empty (default: compressed in RUN)")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,16 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cloister.cli.options.shared_options import (
-    Actions,
-    Parser,
-    add_action,
-    add_federation,
-    add_json,
-    add_log_format,
-    add_metrics,
-    tell,
-)
+from cloister.cli.options.shared_options import Actions, Parser, add_action, tell
 from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts, version_lines
 from cloister.cli.show.display import describe
 from cloister.cli.verbs.logs import FIELDS, log_to_stderr
@@ -75,7 +66,7 @@ def options(parser: Parser) -> None:
 def _add_first(actions: Actions) -> None:
     """The actions `create` and `approve`, which make a federation and its next version with more sites."""
     create = add_action(actions, _create)
-    add_federation(create, "the folder of the federation, which it makes")
+    create.add_federation("the folder of the federation, which it makes")
     create.value("--name", "name of the federation", required=True)
     create.value("--address HOST:PORT", "where sites reach the coordinator", dest="door", required=True)
     _add_certificate(create)
@@ -83,7 +74,7 @@ def _add_first(actions: Actions) -> None:
         "--authority-days N", "days for which the certificate authority is valid (default: 3650)", type=int
     )
     approve = add_action(actions, _approve)
-    add_federation(approve)
+    approve.add_federation()
     approve.value(
         "requests REQUEST",
         "a request file that a site has sent (default: the sites that wait at the door)",
@@ -96,7 +87,7 @@ def _add_first(actions: Actions) -> None:
     )
     _add_fingerprint(approve)
     for action in (create, approve):
-        add_json(action)
+        action.add_json()
 
 
 def _add_changes(actions: Actions) -> None:
@@ -113,26 +104,26 @@ def _add_changes(actions: Actions) -> None:
     for action in (remove, revoke):
         action.value("site SITE", "name of the site")
     for action in (remove, revoke, renew, show):
-        add_federation(action)
-        add_json(action)
+        action.add_federation()
+        action.add_json()
 
 
 def _add_processes(actions: Actions) -> None:
     """The actions `start` and `run`: the coordinator's process, and that of one run."""
     start = add_action(actions, _start)
-    add_federation(start)
+    start.add_federation()
     start.value(
         "--bind HOST:PORT",
         "where it listens (default: all interfaces, the port of the federation's address)",
         "",
     )
-    add_metrics(start)
-    add_log_format(start)
+    start.add_metrics()
+    start.add_log_format()
     one = add_action(actions, _run)
-    add_federation(one)
-    one.value("run RUN", "the run folder")
+    one.add_federation()
+    one.add_run()
     one.value("--door FD", "the inherited socket to the process of `start`", required=True, type=int)
-    add_log_format(one)
+    one.add_log_format()
 
 
 @own_files()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from cloister.cli.options.shared_options import Parser, add_json, chosen_plan
+from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole
 from cloister.clients.setup.config import read_config
 from cloister.protocol.errors import CloisterError
@@ -36,7 +36,7 @@ def options(parser: Parser) -> None:
         "a TOML file, or the name of a shipped plan: check disk and devices for it (default: for a small run)",
     )
     parser.value("--timeout S", "seconds of each wait for another machine", 10.0)
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_json, add_run, tell
+from cloister.cli.options.shared_options import Parser, tell
 from cloister.lm.tasks.figures import FIGURES
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder
@@ -21,10 +21,10 @@ from cloister.server.record.report import gather
 
 def options(parser: Parser) -> None:
     """Run folder, target folder, merge."""
-    add_run(parser)
+    parser.add_run()
     parser.value("folder DIR", "folder to write, new or empty")
     parser.flag("--merge", "add the adapter to its base, so that transformers alone loads the model")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,15 +11,7 @@ import json
 import shlex
 from pathlib import Path
 
-from cloister.cli.options.shared_options import (
-    Parser,
-    add_action,
-    add_federation,
-    add_json,
-    add_plan,
-    chosen_plan,
-    tell,
-)
+from cloister.cli.options.shared_options import Parser, add_action, chosen_plan, tell
 from cloister.protocol.errors import EngineError
 from cloister.protocol.machine.storage import check_empty, write_folder
 from cloister.server.federation.deployment import check_deployable
@@ -48,8 +40,8 @@ def options(parser: Parser) -> None:
     """The action `bundle`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     bundle = add_action(actions, _bundle)
-    add_federation(bundle)
-    add_plan(bundle)
+    bundle.add_federation()
+    bundle.add_plan()
     bundle.value("--out FOLDER", "the folder of the bundle, which is made", required=True)
     bundle.value(
         "--federation-path PATH",
@@ -60,7 +52,7 @@ def options(parser: Parser) -> None:
         "how long to wait for all sites before the run begins with those that the plan needs",
         600.0,
     )
-    add_json(bundle)
+    bundle.add_json()
 
 
 def _bundle(arguments: argparse.Namespace) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_run
+from cloister.cli.options.shared_options import Parser
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 from cloister.server.record.folder import RunFiles, read_plan
 
 
 def options(parser: Parser) -> None:
     """Run folder, prompt, sampling."""
-    add_run(parser)
+    parser.add_run()
     parser.value("--prompt TEXT", "text to continue; of a model of chats what a user says", required=True)
     parser.value("--tokens N", "tokens to write", 200)
     parser.value("--temperature T", "sampling temperature; 0 always takes the most probable token", 0.8)

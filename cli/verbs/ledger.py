@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.text import Text
 
-from cloister.cli.options.shared_options import Parser, add_action, add_json, tell
+from cloister.cli.options.shared_options import Parser, add_action, tell
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Spent, over_runs, spent
 from cloister.privacy.ledger.ledger import Entry, History, read_history
@@ -33,7 +33,7 @@ def options(parser: Parser) -> None:
     show = add_action(actions, _show)
     for action in (verify, show):
         action.value("ledger PATH", "a ledger, or a run folder")
-        add_json(action)
+        action.add_json()
 
 
 def rounded_up(epsilon: float | None) -> str:

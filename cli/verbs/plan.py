@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.cli.options.shared_options import Parser, add_action, add_json, add_plan, chosen_plan
+from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
@@ -30,10 +30,10 @@ def options(parser: Parser) -> None:
     """The actions `new` and `check`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     new = add_action(actions, _new)
-    add_plan(new, default="the defaults of all fields")
+    new.add_plan(default="the defaults of all fields")
     check = add_action(actions, _check)
-    add_plan(check)
-    add_json(check)
+    check.add_plan()
+    check.add_json()
 
 
 def _new(arguments: argparse.Namespace) -> int:

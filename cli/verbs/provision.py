@@ -10,7 +10,7 @@ import argparse
 import datetime
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_json, tell
+from cloister.cli.options.shared_options import Parser, tell
 from cloister.cli.show.agreement import fingerprint_line
 from cloister.simulations.rehearsal.provision import PROVISION, provision
 
@@ -19,7 +19,7 @@ def options(parser: Parser) -> None:
     """FEDERATION.toml and --out."""
     parser.value("settings FEDERATION.toml", "names, addresses and sites")
     parser.value("--out DIR", "the folder to make; missing, or empty", required=True)
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_json, add_run, tell
+from cloister.cli.options.shared_options import Parser, tell
 from cloister.privacy.report.page import to_html
 from cloister.privacy.report.report import to_json, verdict
 from cloister.privacy.report.summary import plain
@@ -23,9 +23,9 @@ from cloister.server.record.report import gather
 
 def options(parser: Parser) -> None:
     """Run folder, output folder."""
-    add_run(parser)
+    parser.add_run()
     parser.value("--output DIR", "folder to write to (default: the run folder)")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_engine, add_json, add_run
+from cloister.cli.options.shared_options import Parser
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan.soundness import changed
 from cloister.server.record.folder import RunFolder
@@ -16,14 +16,14 @@ from cloister.server.record.folder import RunFolder
 
 def options(parser: Parser) -> None:
     """Run folder, engine."""
-    add_run(parser)
+    parser.add_run()
     parser.flag(
         "--per-site",
         "when the run is finished, evaluate the initial and the final model on each site's own held-out records "
         "(simulation.per_site); not under a privacy unit",
     )
-    add_engine(parser)
-    add_json(parser)
+    parser.add_engine()
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

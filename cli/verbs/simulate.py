@@ -10,20 +10,13 @@ import argparse
 import json
 from pathlib import Path
 
-from cloister.cli.options.shared_options import (
-    Parser,
-    add_engine,
-    add_json,
-    add_plan,
-    chosen_plan,
-    folder_for,
-)
+from cloister.cli.options.shared_options import Parser, chosen_plan, folder_for
 from cloister.server.record.folder import RunFolder
 
 
 def options(parser: Parser) -> None:
     """Plan, run folder, engine."""
-    add_plan(parser)
+    parser.add_plan()
     parser.value("--rounds N", "number of rounds (run.rounds)", type=int)
     parser.value("--seed N", "public seed (run.seed)", type=int)
     over = parser.add_argument_group("privacy over several runs")
@@ -34,8 +27,8 @@ def options(parser: Parser) -> None:
     )
     parser.value("--dataset NAME", "name of the records in that ledger (simulation.dataset)", to=over)
     parser.value("--out DIR", "run folder, new or empty (default: runs/NAME)")
-    add_engine(parser)
-    add_json(parser)
+    parser.add_engine()
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,16 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister.cli.options.shared_options import (
-    Actions,
-    Parser,
-    add_action,
-    add_json,
-    add_log_format,
-    add_plan,
-    chosen_plan,
-    tell,
-)
+from cloister.cli.options.shared_options import Actions, Parser, add_action, chosen_plan, tell
 from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, version_facts, version_lines
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.verbs.logs import log_to_stderr
@@ -73,7 +64,7 @@ def _add_setup(actions: Actions) -> None:
     join, request = add_action(actions, _join), add_action(actions, _request)
     join.value("address HOST:PORT", "the coordinator's address")
     join.flag("--start", "when the site has joined, go on as cloister site start")
-    add_log_format(join)
+    join.add_log_format()
     for action in (join, request):
         action.value("--name", "the site's name: letters, digits, dots, dashes, underscores", required=True)
         action.value(
@@ -93,7 +84,7 @@ def _add_setup(actions: Actions) -> None:
     for action in (join, request, install, rotate):
         action.value("--folder DIR", "the site's own folder (default: the current one)", ".")
     for action in (request, install, rotate):
-        add_json(action)
+        action.add_json()
 
 
 def _add_work(actions: Actions) -> None:
@@ -102,8 +93,8 @@ def _add_work(actions: Actions) -> None:
     for action in (check_, plans, accept, start):
         action.value("site SITE", "the site's TOML file")
     for action in (check_, plans, accept):
-        add_json(action)
-    add_plan(check_)
+        action.add_json()
+    check_.add_plan()
     check_.value(
         "--only", "check only the data, or only the devices (default: both)", choices=("data", "devices")
     )
@@ -112,7 +103,7 @@ def _add_work(actions: Actions) -> None:
         "check for this device instead of the site's own, such as cuda for the GPUs of another machine",
     )
     accept.value("digest DIGEST", "the plan's digest, whole: cloister plan check prints it")
-    add_log_format(start)
+    start.add_log_format()
 
 
 def _closed(config: SiteConfig) -> SiteConfig:

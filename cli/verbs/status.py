@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.options.shared_options import Parser, add_json
+from cloister.cli.options.shared_options import Parser
 from cloister.protocol.errors import EngineError, RunFolderError
 
 
@@ -24,7 +24,7 @@ def options(parser: Parser) -> None:
     parser.value("path PATH", "the folder of a federation, or a site's TOML file")
     parser.flag("--follow", "show the present run, or the last one, until it has ended")
     parser.flag("--probe", "print one line; the exit code is 1 if it is not well")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_federation, add_json, tell
+from cloister.cli.options.shared_options import Parser, tell
 from cloister.protocol.errors import RunFolderError
 from cloister.server.federation.control import command
 
 
 def options(parser: Parser) -> None:
     """FEDERATION, RUN."""
-    add_federation(parser)
+    parser.add_federation()
     parser.value("run RUN", "the run folder (default: the run that runs)", nargs="?")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,15 +12,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from cloister.cli.options.shared_options import (
-    Parser,
-    add_deployed,
-    add_json,
-    check_again,
-    chosen_plan,
-    folder_for,
-    tell,
-)
+from cloister.cli.options.shared_options import Parser, check_again, chosen_plan, folder_for, tell
 from cloister.cli.show.follow import follow, wait_for_join
 from cloister.protocol.errors import EngineError, RunFolderError
 from cloister.server.federation.control import command
@@ -31,7 +23,7 @@ from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 
 def options(parser: Parser) -> None:
     """PLAN, FEDERATION, --name, --again, --wait, --follow."""
-    add_deployed(parser, "FEDERATION/runs")
+    parser.add_deployed("FEDERATION/runs")
     parser.value("--to FEDERATION", "the folder of the federation", required=True)
     parser.value(
         "--wait SECONDS",
@@ -39,7 +31,7 @@ def options(parser: Parser) -> None:
         type=float,
     )
     parser.flag("--follow", "show the run until it has ended")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cloister.cli.options.shared_options import Parser, add_action, add_json, tell
+from cloister.cli.options.shared_options import Parser, add_action, tell
 from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError
 from cloister.protocol.machine.storage import check_empty, write_folder
@@ -31,7 +31,7 @@ def options(parser: Parser) -> None:
     train.value("--kind", "algorithm", "bpe", choices=("bpe", "unigram"))
     train.value("--vocab N", "tokens, at least 258", 8192)
     train.value("--out DIR", "folder to write, new or empty", required=True)
-    add_json(train)
+    train.add_json()
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from cloister.cli.options.shared_options import Parser, add_json, add_run
+from cloister.cli.options.shared_options import Parser
 from cloister.protocol.errors import EngineError
 from cloister.server.record.folder import RunFiles
 from cloister.server.record.tracking import Mlflow, Wandb, send
@@ -26,7 +26,7 @@ _LOOK_S = 1.0
 
 def options(parser: Parser) -> None:
     """RUN, --to, --project, --uri, --offline, --follow, --json."""
-    add_run(parser)
+    parser.add_run()
     parser.value("--to", "the tracker", required=True, choices=("wandb", "mlflow"))
     parser.value("--project NAME", "project or experiment there", "cloister")
     parser.value("--uri URI", "address of the MLflow server (default: MLFLOW_TRACKING_URI)", "")
@@ -35,7 +35,7 @@ def options(parser: Parser) -> None:
         "write Weights & Biases' own files into the run folder, to be sent later with `wandb sync`",
     )
     parser.flag("-f --follow", "go on until the run is finished, or Ctrl-C")
-    add_json(parser)
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from cloister.cli.options.shared_options import (
-    Parser,
-    add_engine,
-    add_json,
-    add_plan,
-    check_again,
-    chosen_plan,
-    folder_for,
-    tell,
-)
+from cloister.cli.options.shared_options import Parser, check_again, chosen_plan, folder_for, tell
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, SearchError
@@ -46,13 +37,13 @@ _SHOWN = 10
 
 def options(parser: Parser) -> None:
     """Plan, search, folder, engine."""
-    add_plan(parser)
+    parser.add_plan()
     parser.value("search SEARCH", "a TOML file", nargs="?")
     parser.value("--out DIR", "folder of the search, new or empty (default: runs/NAME-search)")
     parser.value("--again DIR", "instead of a new search: continue this one, which was stopped, as it began")
     parser.flag("--dry-run", "check the search, print what it costs, and run no trial")
-    add_engine(parser)
-    add_json(parser)
+    parser.add_engine()
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

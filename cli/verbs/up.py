@@ -10,16 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cloister.cli.options.shared_options import (
-    Parser,
-    add_deployed,
-    add_json,
-    add_log_format,
-    add_metrics,
-    check_again,
-    chosen_plan,
-    folder_for,
-)
+from cloister.cli.options.shared_options import Parser, check_again, chosen_plan, folder_for
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.show.display import describe
 from cloister.cli.show.follow import follow
@@ -30,10 +21,10 @@ from cloister.server.record.progress import Event
 
 def options(parser: Parser) -> None:
     """Plan, run folder, --again."""
-    add_deployed(parser, "runs")
-    add_log_format(parser)
-    add_metrics(parser)
-    add_json(parser)
+    parser.add_deployed("runs")
+    parser.add_log_format()
+    parser.add_metrics()
+    parser.add_json()
 
 
 def run(arguments: argparse.Namespace) -> int:

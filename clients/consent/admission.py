@@ -17,7 +17,7 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import Membership, SiteConfig
 from cloister.lm.model.model import count_parameters
 from cloister.privacy.accounting.terms import Terms, terms_of
-from cloister.privacy.ledger.policy import Policy, load_policy, offer_of
+from cloister.privacy.ledger.policy import Policy, load_policy
 from cloister.protocol.errors import (
     BudgetError,
     ConsentError,
@@ -178,14 +178,8 @@ class Admission:
         if terms is not None:
             noise = terms.noise_multiplier
             epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
-        offer = offer_of(
-            plan,
-            noise_multiplier=noise,
-            epsilon_after=epsilon,
-            cohort=plan.quorum(),
-            roster_hash=self.roster().hash.hex() if self._config.roster else "",
-        )
-        policy.check(offer)
+        pinned = self.roster().hash.hex() if self._config.roster else ""
+        policy.check(plan, noise=noise, epsilon=epsilon, cohort=plan.quorum(), roster_hash=pinned)
 
     def rounds(self, plan: Plan) -> int:
         """Rounds of the plan that draw this site; all rounds if the site has no roster."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cloister.aggregation.features.feature import Clipped
+from cloister.aggregation.features.feature import Clipped, Portion
 from cloister.aggregation.secure.secure_site import Seeds
 from cloister.aggregation.vector import masks
 from cloister.clients.ranks.rank import Place
@@ -160,7 +160,7 @@ class Part:
         task = command.task
         finished = train(self._trainer, self._terms, task, command.start.array, task.sequences())
         span = self._trainer.weights.span(task.part)
-        coded, clipped = task.code.release(finished.vector, finished.tokens, span.start, _gather)
+        coded, clipped = task.code.release(finished.vector, finished.tokens, Portion(span.start, _gather))
         blocks = task.code.layout.blocks
         place = span if blocks is None else blocks.coded(span)
         with command.out.open("r+b") as file:

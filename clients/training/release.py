@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.aggregation.features.feature import Code
+from cloister.aggregation.features.feature import Code, Portion
 from cloister.aggregation.vector.ring import RingVector
 from cloister.lm.training.train import LocalUpdate
 from cloister.protocol.errors import UpdateError
@@ -35,6 +35,6 @@ def contribution(code: Code, update: LocalUpdate) -> RingVector:
     if update.vector.shape != (layout.values,):
         raise UpdateError("update", update.vector.shape, expected=f"a vector of {layout.values} values")
     vector: RingVector = np.empty(layout.length, layout.ring.dtype)
-    _, clipped = code.release(update.vector, update.tokens, out=vector[: layout.size])
+    _, clipped = code.release(update.vector, update.tokens, Portion(out=vector[: layout.size]))
     vector[layout.size :] = code.tail([clipped], update.tokens, update.loss)
     return vector

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -367,7 +366,7 @@ def gathered_at_once(module: nn.Module, mesh: Mesh, at: Coordinates) -> int:
         mesh: The mesh.
         at: The rank's place in it.
     """
-    sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    sharded: list[Any] = sharded_modules(module)  # the type does not say that they are modules
     group = {id(p): number for number, each in enumerate(sharded) for p in each.parameters()}
     # Modules inside others come after them, and take theirs.
     sizes = [0] * (1 + max(group.values(), default=0))

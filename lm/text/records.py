@@ -445,9 +445,8 @@ def _hub(source: str, split: str) -> Iterator[Any]:
     online = on_hub(name, kind="dataset", revision="main", field="data", error=DataError)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its exceptions say what matters
     datasets.disable_progress_bars()
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        False  # else each load asks a server of the hub, which counts loads
-    )
+    # Else each load asks a server of the hub, which counts loads.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # Without a network it uses its cache alone: it would retry for half a minute.
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or not online

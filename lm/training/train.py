@@ -99,9 +99,8 @@ class Bench:
         if ranks is None:
             self.weights = Weights(model)
         else:
-            from cloister.lm.parallel.shards import (
-                Shards,  # it takes a second to import, which one process saves
-            )
+            # Imported here: it takes a second, which one process saves.
+            from cloister.lm.parallel.shards import Shards
 
             self.weights = Shards(model, ranks)
 

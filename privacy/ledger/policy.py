@@ -10,8 +10,6 @@ is demanded, and to see that a demand is present).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
@@ -24,78 +22,6 @@ from cloister.protocol.plan.settings import InWords, Section, Settings
 
 Unit = Literal["none", "record", "window", "owner", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a plan asks of a site and gives it, in the terms of a policy. `offer_of` makes it from a plan."""
-
-    unit: str
-    """What the plan's guarantee protects: `none`, a whole `record`, a `window` cut from a text, an `owner` with all
-    records, or a `site`."""
-    window: int
-    """Tokens in a window."""
-    owner_field: str
-    """Field that says who a record belongs to."""
-    noise_multiplier: float
-    """Standard deviation of the noise on a sum of clipped terms, in units of the clipping norm; 0: no guarantee."""
-    delta: float
-    """Delta of the plan's guarantee."""
-    epsilon_after: float
-    """Epsilon of the site's dataset by its own ledger if the run is completed, with everything that earlier runs have
-    spent, at the policy's `greatest_delta` if it has one; infinite without a guarantee."""
-    trusted_coordinator: bool
-    """Whether a trusted coordinator adds the noise."""
-    cohort: int
-    """Fewest sites in a sum that is opened."""
-    secure: bool
-    """Whether updates are summed under masks."""
-    roster_hash: str
-    """Hash of the roster, in hex."""
-    model: str
-    """Name of the model."""
-    tokenizer: str
-    """Name of the tokenizer: `bytes`, or a folder or hub name, which is the model's own where the plan names no
-    other."""
-    adapter: str
-    """Adapter scheme."""
-    rounds: int
-    """Rounds of the run."""
-
-
-def offer_of(
-    plan: Plan, *, noise_multiplier: float, epsilon_after: float, cohort: int, roster_hash: str
-) -> Offer:
-    """What `plan` offers a site.
-
-    Args:
-        plan: The plan.
-        noise_multiplier: Its noise, which may have been calibrated to a target epsilon.
-        epsilon_after: Epsilon of the site's dataset at the plan's delta, at the end of the run and with what earlier
-            runs have spent (`clients/consent/spending.py`). In a plan without a privacy unit, this and the noise are
-            ignored:
-            the offer has noise 0 and infinite epsilon.
-        cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
-        roster_hash: Hash of the roster, in hex.
-    """
-    privacy = plan.privacy
-    private = privacy.unit != "none"
-    return Offer(
-        unit="window" if (privacy.unit, privacy.record) == ("record", "window") else privacy.unit,
-        window=plan.data.sequence_length,
-        owner_field=plan.data.owner,
-        noise_multiplier=noise_multiplier if private else 0.0,
-        delta=privacy.delta,
-        epsilon_after=epsilon_after if private else math.inf,
-        trusted_coordinator=privacy.trusts_coordinator,
-        cohort=cohort,
-        secure=plan.aggregation.secure,
-        roster_hash=roster_hash,
-        model=plan.model.name,
-        tokenizer=plan.model.tokenizer_name,
-        adapter=plan.model.adapter.scheme,
-        rounds=plan.run.rounds,
-    )
 
 
 class Policy(Section):
@@ -179,46 +105,59 @@ class Policy(Section):
             )
         return self
 
-    def check(self, offer: Offer) -> None:
-        """Accept an offer that meets every demand; refuse any other.
+    def check(self, plan: Plan, *, noise: float, epsilon: float, cohort: int, roster_hash: str) -> None:
+        """Accept a plan that meets every demand; refuse any other.
+
+        Args:
+            plan: The plan.
+            noise: Standard deviation of its noise on a sum of clipped terms, in units of the clipping norm, which may
+                have been calibrated to a target epsilon; 0 without a privacy unit.
+            epsilon: Epsilon of the site's dataset by its own ledger if the run is completed, with everything that
+                earlier runs have spent (`clients/consent/spending.py`), at `greatest_delta` if there is one; infinite
+                without a privacy unit.
+            cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
+            roster_hash: Hash of the roster, in hex.
 
         Raises:
             PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
                 may say what the site has spent in other runs: it is for the site's own people.
         """
-        if offer.unit not in self.units:
-            _refuse("units", "unit of privacy", offer.unit, _one_of(self.units))
-        if offer.unit == "window" and not offer.window >= self.least_window:
-            _refuse("least_window", "tokens in a window", offer.window, f"at least {self.least_window}")
-        if offer.unit == "owner" and self.owner_fields and offer.owner_field not in self.owner_fields:
-            _refuse("owner_fields", "data.owner", offer.owner_field, _one_of(self.owner_fields))
-        if not offer.noise_multiplier >= self.least_noise:
-            _refuse("least_noise", "noise multiplier", offer.noise_multiplier, f"at least {self.least_noise}")
-        if self.greatest_delta is not None and not offer.delta <= self.greatest_delta:
-            _refuse("greatest_delta", "privacy.delta", offer.delta, f"at most {self.greatest_delta}")
-        if not self.trusted_coordinator and offer.trusted_coordinator is not False:
+        privacy, model, window = plan.privacy, plan.model, plan.data.sequence_length
+        tokenizer, scheme = model.tokenizer_name, model.adapter.scheme
+        unit = "window" if (privacy.unit, privacy.record) == ("record", "window") else privacy.unit
+        if unit not in self.units:
+            _refuse("units", "unit of privacy", unit, _one_of(self.units))
+        if unit == "window" and not window >= self.least_window:
+            _refuse("least_window", "tokens in a window", window, f"at least {self.least_window}")
+        if unit == "owner" and self.owner_fields and plan.data.owner not in self.owner_fields:
+            _refuse("owner_fields", "data.owner", plan.data.owner, _one_of(self.owner_fields))
+        if not noise >= self.least_noise:
+            _refuse("least_noise", "noise multiplier", noise, f"at least {self.least_noise}")
+        if self.greatest_delta is not None and not privacy.delta <= self.greatest_delta:
+            _refuse("greatest_delta", "privacy.delta", privacy.delta, f"at most {self.greatest_delta}")
+        if not self.trusted_coordinator and privacy.trusts_coordinator is not False:
             what = 'privacy.trusted_coordinator, or privacy.method = "opacus",'
-            _refuse("trusted_coordinator", what, offer.trusted_coordinator, "false")
-        if not offer.cohort >= self.least_cohort:
+            _refuse("trusted_coordinator", what, privacy.trusts_coordinator, "false")
+        if not cohort >= self.least_cohort:
             what = "fewest sites in a sum"
-            _refuse("least_cohort", what, offer.cohort, f"at least {self.least_cohort}")
-        if self.secure_required and offer.secure is not True:
-            _refuse("secure_required", "aggregation.secure", offer.secure, "true")
-        if self.roster_hash and offer.roster_hash.lower() != self.roster_hash.lower():
-            _refuse("roster_hash", "roster hash", offer.roster_hash, self.roster_hash)
-        if self.models and not any(fnmatchcase(offer.model, pattern) for pattern in self.models):
-            _refuse("models", "model.name", offer.model, _one_of(self.models))
-        if self.tokenizers and not any(fnmatchcase(offer.tokenizer, pattern) for pattern in self.tokenizers):
-            _refuse("tokenizers", "model.tokenizer", offer.tokenizer, _one_of(self.tokenizers))
-        if self.adapters and offer.adapter not in self.adapters:
-            _refuse("adapters", "model.adapter.scheme", offer.adapter, _one_of(self.adapters))
-        if self.most_rounds is not None and not offer.rounds <= self.most_rounds:
-            _refuse("most_rounds", "run.rounds", offer.rounds, f"at most {self.most_rounds}")
+            _refuse("least_cohort", what, cohort, f"at least {self.least_cohort}")
+        if self.secure_required and plan.aggregation.secure is not True:
+            _refuse("secure_required", "aggregation.secure", plan.aggregation.secure, "true")
+        if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
+            _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
+        if self.models and not any(fnmatchcase(model.name, pattern) for pattern in self.models):
+            _refuse("models", "model.name", model.name, _one_of(self.models))
+        if self.tokenizers and not any(fnmatchcase(tokenizer, pattern) for pattern in self.tokenizers):
+            _refuse("tokenizers", "model.tokenizer", tokenizer, _one_of(self.tokenizers))
+        if self.adapters and scheme not in self.adapters:
+            _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))
+        if self.most_rounds is not None and not plan.run.rounds <= self.most_rounds:
+            _refuse("most_rounds", "run.rounds", plan.run.rounds, f"at most {self.most_rounds}")
         # Last: a plan that is refused for another demand must not tell what the site has spent. One that is refused for
         # none is accepted, and the site joins no other.
-        if self.greatest_epsilon is not None and not offer.epsilon_after <= self.greatest_epsilon:
+        if self.greatest_epsilon is not None and not epsilon <= self.greatest_epsilon:
             what = "epsilon of the site's data after the run"
-            _refuse("greatest_epsilon", what, offer.epsilon_after, f"at most {self.greatest_epsilon}")
+            _refuse("greatest_epsilon", what, epsilon, f"at most {self.greatest_epsilon}")
 
 
 def load_policy(path: Path) -> Policy:

@@ -65,7 +65,9 @@ def block_sums(vector: Update, offset: int = 0) -> list[float]:
     Raises:
         ValueError: the vector has another type or shape, or starts inside a block.
     """
-    _check_vector("vector", vector)
+    if vector.dtype != np.float32 or vector.ndim != 1:
+        shown = f"{vector.dtype}{list(vector.shape)}"
+        raise ValueError(f"vector is {shown}: expected one dimension of float32")
     if offset < 0 or offset % BLOCK:
         raise ValueError(f"offset is {offset}: expected a multiple of {BLOCK}")
     # Not a dot product: the number of BLAS threads would change its last bits.
@@ -102,24 +104,18 @@ def l2_norm(vector: Update, offset: int = 0, gather: Gather = alone) -> float:
     return norm_of(sums)
 
 
-def clip(
-    vector: Update, bound: float, out: Update | None = None, offset: int = 0, gather: Gather = alone
-) -> tuple[Update, float]:
-    """Scale the whole vector down to the L2 norm `bound` where it is longer: x min(1, bound / |x|).
+def clip(vector: Update, bound: float, offset: int = 0, gather: Gather = alone) -> None:
+    """Scale the whole vector down in place to the L2 norm `bound` where it is longer: x min(1, bound / |x|).
 
-    The norm of what is returned is at most `bound` in exact arithmetic. A vector within the bound is returned
-    unchanged; one that is longer, or shorter by less than 2^-37 of the bound, is scaled and rounded toward zero,
-    so it may be shorter than the bound by one unit in the last place of each element.
+    Its norm is then at most `bound` in exact arithmetic. A vector within the bound stays as it is; one that is longer,
+    or shorter by less than 2^-37 of the bound, is scaled and rounded toward zero, so it may be shorter than the bound
+    by one unit in the last place of each element.
 
     Args:
         vector: Shape (d,), float32: elements [offset, offset + d) of the whole vector.
         bound: L2 norm, positive and finite.
-        out: Receives the result; of the same shape and type, may be `vector` itself; by default a new vector.
         offset: Element of the whole vector where `vector` starts: that of a block.
         gather: Collects the blocks' sums of all spans.
-
-    Returns:
-        This span of the clipped vector, and the norm that the whole vector had.
 
     Raises:
         UpdateError: an element is not finite; nothing was written.
@@ -127,18 +123,10 @@ def clip(
     """
     check_positive("bound", bound)
     norm = l2_norm(vector, offset, gather)
-    into = np.empty_like(vector) if out is None else out
-    _check_vector("out", into)
-    if into.size != vector.size:
-        raise ValueError(f"out has {into.size} elements: expected {vector.size}, as many as the vector")
-    if norm <= bound * (1 - _MARGIN):
-        if into is not vector:
-            into[:] = vector
-        return into, norm
-    factor = bound / norm * (1 - _MARGIN)
-    for begin, end, _, _ in cut(offset, vector.size):
-        into[begin:end] = _toward_zero(np.multiply(vector[begin:end], factor, dtype=np.float64))
-    return into, norm
+    if norm > bound * (1 - _MARGIN):
+        factor = bound / norm * (1 - _MARGIN)
+        for begin, end, _, _ in cut(offset, vector.size):
+            vector[begin:end] = _toward_zero(np.multiply(vector[begin:end], factor, dtype=np.float64))
 
 
 def rounded_l2(bound: float, d: int) -> float:
@@ -244,9 +232,3 @@ def _toward_zero(values: npt.NDArray[np.float64]) -> Update:
     bits = nearest.view(np.uint32)
     bits -= lifted  # sign and magnitude: one less is one step toward zero
     return nearest
-
-
-def _check_vector(name: str, vector: npt.NDArray[Any]) -> None:
-    if vector.dtype != np.float32 or vector.ndim != 1:
-        shown = f"{vector.dtype}{list(vector.shape)}"
-        raise ValueError(f"{name} is {shown}: expected one dimension of float32")

@@ -159,13 +159,9 @@ def to_json(events: Iterable[Event]) -> str:
 
     Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
     """
-    listed = [_written(event) for event in events]
-    return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _written(event: Event) -> dict[str, object]:
     names = {kind: name for name, kind in _MECHANISMS.items()}
-    return {"mechanism": names[type(event)], **asdict(event)}
+    listed = [{"mechanism": names[type(event)], **asdict(event)} for event in events]
+    return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @lru_cache(maxsize=1024)  # many entries of a ledger have the same text

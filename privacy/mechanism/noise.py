@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -54,6 +55,7 @@ _BETWEEN_BLOCKS = 2**65  # 64-bit draws: 2^64 values of the counter for each blo
 _LONGEST = 2**62  # elements; the counter has room for 2^63 blocks
 
 
+@dataclass(frozen=True, eq=False)
 class NoiseStream:
     """Sequences of noise that are functions of a key: the same key, law and offset give the same noise.
 
@@ -61,19 +63,16 @@ class NoiseStream:
     be reused: the difference of two releases with the same noise is free of noise. Every release takes a child of its
     own, named for its purpose (`stream.child("round-3/step-2")`). Drawing does not change a stream, so threads may
     share it.
-
-    Args:
-        key: 32 bytes, uniformly random and secret; `repr` does not show them.
-        declared: Whether others know the key or can find it; see `from_declared_seed`.
     """
 
-    __slots__ = ("_declared", "_key")
+    key: bytes = field(repr=False)
+    """32 bytes, uniformly random and secret: for a file that only its owner can read."""
+    declared: bool = field(default=False, kw_only=True)
+    """Whether the noise comes from a declared seed (`from_declared_seed`), so that no privacy guarantee holds."""
 
-    def __init__(self, key: bytes, *, declared: bool = False) -> None:
-        if len(key) != KEY:
-            raise ValueError(f"key has {len(key)} bytes: expected {KEY}")
-        self._key = bytes(key)
-        self._declared = declared
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY:
+            raise ValueError(f"key has {len(self.key)} bytes: expected {KEY}")
 
     @classmethod
     def fresh(cls, random: Callable[[int], bytes] = os.urandom) -> Self:
@@ -92,22 +91,9 @@ class NoiseStream:
         """
         return cls(_derive(bytes(KEY), KEY, "declared seed", seed), declared=True)
 
-    @property
-    def key(self) -> bytes:
-        """The key, for a file that only its owner can read."""
-        return self._key
-
-    @property
-    def declared(self) -> bool:
-        """Whether the noise comes from a declared seed, so that no privacy guarantee holds."""
-        return self._declared
-
-    def __repr__(self) -> str:
-        return f"NoiseStream(declared={self._declared})"
-
     def child(self, purpose: str) -> Self:
         """The stream for one purpose: independent of this one and of every other child, and declared if this is."""
-        return type(self)(_derive(self._key, KEY, "child", purpose), declared=self._declared)
+        return type(self)(_derive(self.key, KEY, "child", purpose), declared=self.declared)
 
     def generator(self) -> np.random.Generator:
         """A NumPy generator over this stream's keystream, at its beginning: for choices that are not noise.
@@ -229,7 +215,7 @@ class NoiseStream:
             yield vector[begin:end], samples
 
     def _keystream(self, law: str) -> Any:
-        return AESCounter(key=np.frombuffer(_derive(self._key, 16, "law", law), "<u8"))
+        return AESCounter(key=np.frombuffer(_derive(self.key, 16, "law", law), "<u8"))
 
 
 class _Blocks:

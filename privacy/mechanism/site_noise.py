@@ -164,7 +164,7 @@ class SiteMechanism:
         scaled = np.zeros_like(update)
         if finite:
             np.multiply(update, 1 / max(norm, clip_norm), out=scaled, dtype=np.float64, casting="same_kind")
-        clip(scaled, 1.0, scaled, offset, gather)  # the division was rounded
+        clip(scaled, 1.0, offset, gather)  # the division was rounded
         rounding = noise.child("rounding")
         integer_round(scaled, self.scale, 1.0, rounding, self.dimension, offset, gather, out)
         if self.variance:

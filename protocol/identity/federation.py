@@ -32,7 +32,7 @@ from cloister.protocol.identity.address import host_of
 from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.identity.document import changed, check_exact, from_base64, table, to_base64, tree_of
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.roster import NAME, Roster, check_distinct, check_public
+from cloister.protocol.identity.roster import Roster, check_distinct, check_name, check_public
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.plan.threshold import LARGEST
 
@@ -275,12 +275,7 @@ class Federation:
         Raises:
             CloisterError: it is not.
         """
-        if not NAME.fullmatch(self.name):
-            raise RosterError(
-                "name of the federation",
-                self.name,
-                expected="1 to 64 letters, digits, dots, dashes, underscores",
-            )
+        check_name(self.name, "name of the federation")
         if not 0 <= self.version < 2**32 or len(self.previous) != (32 if self.version > 1 else 0):
             raise RosterError(
                 "version", self.version, expected="1, or more with the fingerprint of the one before"

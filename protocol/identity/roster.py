@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import MemberError, RosterError
 from cloister.protocol.identity.certificates import key_from_pem, key_to_pem
-from cloister.protocol.identity.document import from_base64, to_base64
+from cloister.protocol.identity.document import from_base64, table, to_base64
 from cloister.protocol.machine.storage import readable, write_bytes, write_new
 from cloister.protocol.plan.settings import Section, Settings
 from cloister.protocol.plan.threshold import LARGEST
@@ -155,14 +155,14 @@ known_signed_by = functools.lru_cache(maxsize=4 * LARGEST)(signed_by)
 """As `signed_by`, checked once in a process: for what is read again and again, such as the cards of a federation."""
 
 
-def check_name(name: str) -> None:
-    """Check the name of a site.
+def check_name(name: str, what: str = "card name") -> None:
+    """Check the name of a site, or of `what` else.
 
     Raises:
         RosterError: a card may not have it.
     """
     if not NAME.fullmatch(name):
-        raise RosterError("card name", name, expected="1 to 64 letters, digits, dots, dashes, underscores")
+        raise RosterError(what, name, expected="1 to 64 letters, digits, dots, dashes, underscores")
 
 
 def check_public(public: bytes, field: str) -> None:
@@ -278,12 +278,10 @@ class Roster:
 
     def to_toml(self) -> str:
         """The roster as TOML, with its hash."""
-        parts = [f'format = "{_ROSTER}"\nhash = "{self.hash.hex()}"\n']
-        parts += [
-            f'[[site]]\nname = "{card.name}"\nkey = "{to_base64(card.public)}"\n'
-            f'signature = "{to_base64(card.signature)}"\n'
-            for card in self.cards
-        ]
+        parts = [table({"format": _ROSTER, "hash": self.hash.hex()})]
+        for card in self.cards:
+            keys = {"key": to_base64(card.public), "signature": to_base64(card.signature)}
+            parts.append("[[site]]\n" + table({"name": card.name, **keys}))
         return "\n".join(parts)
 
     @classmethod

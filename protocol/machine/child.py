@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from cloister.protocol.errors import EngineError, StorageError
+from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.fork_server import ending
 
 _FIRST_S, _LONGEST_S = 1.0, 60.0
@@ -30,7 +30,7 @@ END_S = 10
 """Seconds for which a child may end by itself after SIGTERM, and its interpreter shut down at the end."""
 
 
-class Child:
+class Child(Closing):
     """A console script of this environment, as a process that is kept running; a context manager.
 
     Args:
@@ -72,23 +72,12 @@ class Child:
         self._thread.start()
 
     @property
-    def command(self) -> str:
-        """The command that a person would type for the same."""
-        return shlex.join([self._name, *self._arguments])
-
-    @property
     def pid(self) -> int:
         """The number of the process; another one after it was started again."""
         with self._guard:
             return 0 if self._process is None else self._process.pid
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End it, and do not start it again; idempotent."""
         with self._guard:
             self._stopped.set()

@@ -69,7 +69,7 @@ def sync(descriptor: int) -> None:
         os.fsync(descriptor)
 
 
-def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
+def write_file(path: Path, write: Callable[[Path], object], *, durable: bool = True) -> None:
     """Let `write` fill a temporary file beside `path`, then replace `path` by it atomically.
 
     Args:
@@ -90,7 +90,7 @@ def write_file(path: Path, write: Callable[[Path], None], *, durable: bool = Tru
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write `content` with `write_file`."""
-    write_file(path, lambda temporary: _fill(temporary, content), durable=durable)
+    write_file(path, lambda temporary: temporary.write_bytes(content), durable=durable)
 
 
 def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
@@ -110,7 +110,7 @@ def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
     with _placed(path, durable=durable, mode=0o700) as temporary:
         if not path.exists():
             temporary.touch(0o600)
-            _fill(temporary, content)
+            temporary.write_bytes(content)
             if durable:
                 _sync(temporary)
             with contextlib.suppress(FileExistsError):
@@ -325,10 +325,6 @@ def _remove_stale(folder: Path) -> None:
             if found[2] == "old" and not (folder / found[1]).exists():
                 continue
             remove(Path(entry.path))
-
-
-def _fill(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def _sync(path: Path) -> None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from cloister.protocol.errors import EngineError
 from cloister.server.record.progress import Event, Started
 
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+_KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def to_json(event: Event) -> str:
     """An event as one line of JSON: its fields, and its class as `event`."""
     name = type(event).__name__
-    fields = {field: getattr(event, field) for field in event.__dataclass_fields__}
+    facts = {field.name: getattr(event, field.name) for field in fields(event)}
     if isinstance(event, Started):
-        fields["plan"] = json.loads(event.plan.to_json())
-    return json.dumps({"event": name} | fields, default=dict)
+        facts["plan"] = json.loads(event.plan.to_json())
+    return json.dumps({"event": name} | facts, default=dict)
 
 
 def with_time(line: str | bytes) -> bytes:
@@ -37,10 +38,10 @@ def from_json(line: str | bytes) -> Event:
         EngineError: the line is anything else, such as one of another release.
     """
     try:
-        fields = dict(json.loads(line))
-        kind = str(fields.pop("event"))
-        fields.pop("at", None)  # the time, in a file
-        event: Event = _adapter(kind).validate_json(json.dumps(fields))
+        facts = dict(json.loads(line))
+        kind = str(facts.pop("event"))
+        facts.pop("at", None)  # the time, in a file
+        event: Event = _adapter(kind).validate_json(json.dumps(facts))
     except (ValueError, TypeError, KeyError, ValidationError) as error:
         raise EngineError("event of a run", expected="a line of JSON of this release of cloister") from error
     return event

@@ -10,14 +10,19 @@ from cloister.protocol.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Preparing:
+class Event:
+    """Something that has happened in a run."""
+
+
+@dataclass(frozen=True)
+class Preparing(Event):
     """A slow preparation runs before the first round."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Connected:
+class Connected(Event):
     """In a deployment, other sites than before are connected."""
 
     sites: tuple[str, ...]
@@ -26,7 +31,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Event):
     """In a deployment, bytes of vectors have moved."""
 
     sent: Mapping[str, int]
@@ -36,7 +41,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class NotJoined:
+class NotJoined(Event):
     """A site does not take part, unless it joins later."""
 
     site: str
@@ -45,7 +50,7 @@ class NotJoined:
 
 
 @dataclass(frozen=True)
-class Started:
+class Started(Event):
     """The sites have joined."""
 
     plan: Plan
@@ -57,7 +62,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class RoundStarted:
+class RoundStarted(Event):
     """An attempt at a round, or at the evaluation of its model, begins."""
 
     round: int
@@ -80,7 +85,7 @@ class RoundStarted:
 
 
 @dataclass(frozen=True)
-class SiteAnswered:
+class SiteAnswered(Event):
     """A site's contribution has been added to the sum."""
 
     round: int
@@ -88,7 +93,7 @@ class SiteAnswered:
 
 
 @dataclass(frozen=True)
-class SiteFailed:
+class SiteFailed(Event):
     """A site is a dropout of this attempt."""
 
     round: int
@@ -97,7 +102,7 @@ class SiteFailed:
 
 
 @dataclass(frozen=True)
-class AttemptFailed:
+class AttemptFailed(Event):
     """An attempt ended with too few sites, and no sum was opened."""
 
     round: int
@@ -106,7 +111,7 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Event):
     """The model after a round (0: the initial model) was evaluated on held-out records."""
 
     round: int
@@ -115,7 +120,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class NotEvaluated:
+class NotEvaluated(Event):
     """Every attempt to evaluate the model after a round failed; training continues."""
 
     round: int
@@ -125,7 +130,7 @@ class NotEvaluated:
 
 
 @dataclass(frozen=True)
-class RoundAbandoned:
+class RoundAbandoned(Event):
     """A round was abandoned, the model is unchanged: sites had answered, but too few were left to finish, or what was
     opened makes no mean."""
 
@@ -145,7 +150,7 @@ class RoundAbandoned:
 
 
 @dataclass(frozen=True)
-class Refusing:
+class Refusing(Event):
     """Too many sites refuse a round, by policy or budget, so the run ends with its current model."""
 
     round: int
@@ -153,7 +158,7 @@ class Refusing:
 
 
 @dataclass(frozen=True)
-class BudgetSpent:
+class BudgetSpent(Event):
     """The next round would exceed a budget: the run ends with its last model."""
 
     round: int
@@ -167,7 +172,7 @@ class BudgetSpent:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Event):
     """A step of something slow before the first round, or after the last."""
 
     what: str
@@ -177,7 +182,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RoundDone:
+class RoundDone(Event):
     """A round is done: its model is on disk and journaled."""
 
     round: int
@@ -214,29 +219,10 @@ class RoundDone:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(Event):
     """The last round is done and the final model is on disk."""
 
     rounds: int
 
 
-Event = (
-    Preparing
-    | Connected
-    | Moved
-    | NotJoined
-    | Started
-    | RoundStarted
-    | SiteAnswered
-    | SiteFailed
-    | AttemptFailed
-    | Evaluated
-    | NotEvaluated
-    | RoundDone
-    | RoundAbandoned
-    | Refusing
-    | BudgetSpent
-    | Step
-    | Finished
-)
 Observer = Callable[[Event], None]

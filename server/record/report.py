@@ -551,12 +551,8 @@ def _moment(seconds: float) -> str:
 def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
     last, of = max(history.done, default=0), plan.run.rounds
     if not history.finished:
-        return (
-            (
-                f"The rest of the run, which is not finished. {last} of {of} rounds are done, and each further "
-                "round spends more."
-            ),
-        )
+        done = f"{last} of {of} rounds are done, and each further round spends more."
+        return (f"The rest of the run, which is not finished. {done}",)
     if last < of:
         why = {
             "budget": "the next round would have exceeded the budget",

@@ -96,7 +96,7 @@ class Masked(Plain):
         # 5. Consistency.
         shown = dict.fromkeys(survivors.survivors, survivors)
         yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
-        self.course.behind = bool(coordinator.behind) or len(survivors.survivors) < coordinator.advertising
+        self.course.behind = bool(coordinator.behind) or len(survivors.survivors) < len(keys.advertised)
         # 6. Unmask.
         requests = coordinator.request()
         self.note_survivors(steps.UNMASKING, survivors.survivors)

@@ -155,15 +155,8 @@ class RecordGame:
         bound, refuting = (lower_bound(correct, k, m, terms.delta, level) for level in (confidence, ALARM))
         what = f"{m} gradient canaries among the {terms.unit}s of {name}"
         what += f", over {taken} steps of DP-SGD, each seen"
-        return Audited(
-            what,
-            AuditRow(m, k, correct, confidence, bound, claimed, what, refuting, problem(checks)),
-            claimed,
-            terms.epsilon(rounds),
-            terms.delta,
-            at_half_noise,
-            checks,
-        )
+        row = AuditRow(m, k, correct, confidence, bound, claimed, what, refuting, problem(checks))
+        return Audited(what, row, claimed, terms.epsilon(rounds), terms.delta, at_half_noise, checks)
 
     def _config(self, folder: str, plan: Plan, *, records: bool) -> SiteConfig:
         fields = {"name": self.site.name, "plan": plan.digest(), "secure": False}

@@ -278,15 +278,8 @@ class SiteGame:
         claimed = epsilon_of(events, terms.delta, terms.accountant)
         what = f"{count} rounds of a run with {runs} updates of honest sites far beyond the clip or none"
         right = runs - false_positives - false_negatives
-        return Audited(
-            what,
-            AuditRow(runs, runs, right, confidence, bound, claimed, what, refuting, problem(checks)),
-            claimed,
-            terms.epsilon(rounds),
-            terms.delta,
-            at_half_noise,
-            checks,
-        )
+        row = AuditRow(runs, runs, right, confidence, bound, claimed, what, refuting, problem(checks))
+        return Audited(what, row, claimed, terms.epsilon(rounds), terms.delta, at_half_noise, checks)
 
     def _honest(self) -> int:
         """Sites of a sum that add noise in the worst case: not those that may be missing, split off or lying."""

@@ -24,16 +24,11 @@ def start(plan: Plan) -> None:
 def modules(plan: Plan) -> list[str]:
     """The modules that a worker of a plan's sites needs and that take long to import."""
     adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
-    loading = [
-        "transformers.modeling_utils",
-        "transformers.modeling_layers",
-    ]  # by `lm.model.model.load_model`
-    divided = (
-        ["cloister.clients.ranks.team"]
-        if any(p.mesh != MeshSection() for p in plan.simulation.profiles)
-        else []
-    )
-    return ["cloister.simulations.federation", *loading, *adapted, *divided]
+    # By `lm.model.model.load_model`.
+    loading = ["transformers.modeling_utils", "transformers.modeling_layers"]
+    divided = any(profile.mesh != MeshSection() for profile in plan.simulation.profiles)
+    ranks = ["cloister.clients.ranks.team"] if divided else []
+    return ["cloister.simulations.federation", *loading, *adapted, *ranks]
 
 
 def variables(plan: Plan) -> dict[str, str]:

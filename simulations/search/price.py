@@ -22,7 +22,7 @@ from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, PlanError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed
-from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_trial, trial_plan
+from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_trial
 
 _PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps")
 """What the fields begin with that can change the cost, perhaps only together with others."""
@@ -136,7 +136,7 @@ def check_price(plan: Plan, price: Price) -> None:
 def _run(plan: Plan, values: Values) -> tuple[Event, ...]:
     """What a trial costs the dataset if it runs all its rounds."""
     with of_trial(values):
-        tried = trial_plan(plan, values)
+        tried = changed(plan, values)
         terms = terms_of(tried, _dimension(tried))
     assert terms is not None, "the plan has a unit"
     return DatasetLedger(tried).whole(terms)

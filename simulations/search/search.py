@@ -170,15 +170,6 @@ def recorded(text: str) -> Search:
     return _SETTINGS.from_json(text)
 
 
-def trial_plan(plan: Plan, values: Values) -> Plan:
-    """The plan of a trial. A field that has no effect beside the other values has its default.
-
-    Raises:
-        PlanError: it has no such field, or is not sound.
-    """
-    return changed(plan, values)
-
-
 def check(plan: Plan, search: Search) -> None:
     """Refuse what the plan does not allow to search, and each trial that is known to be unsound.
 
@@ -202,14 +193,14 @@ def check(plan: Plan, search: Search) -> None:
         for value in parameter.edges():
             values = {parameter.field: value}
             with of_trial(values):
-                tried = trial_plan(plan, values)
+                tried = changed(plan, values)
                 if parameter.field.startswith("model.config."):
                     from cloister.lm.model.model import count_parameters  # takes seconds to import
 
                     count_parameters(tried)
     for point in search.grid() if search.sampler == "grid" else ():
         with of_trial(point):
-            trial_plan(plan, point)
+            changed(plan, point)
 
 
 @contextmanager

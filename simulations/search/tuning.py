@@ -20,7 +20,7 @@ from cloister.protocol.errors import PlanError, RunFolderError
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import from_json
+from cloister.protocol.plan.soundness import changed, from_json
 from cloister.server.record.folder import RunFiles, locked, make_folder
 from cloister.server.record.history import reached, run_history
 from cloister.server.record.journal import DONE
@@ -177,7 +177,7 @@ def _run(folder: SearchFolder, engine: Engine, study: Study, told: Told) -> None
                 if trial is None:
                     break
                 try:
-                    plan = searches.trial_plan(folder.plan, trial.values)
+                    plan = changed(folder.plan, trial.values)
                 except PlanError as error:
                     end(trial.number, "failed", str(error))
                     continue

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from cloister.aggregation.features.feature import Clipped, Code
+from cloister.aggregation.features.feature import Clipped, Code, Portion
 from cloister.aggregation.features.in_clear import InClear
 from cloister.aggregation.features.site_unit import Protected
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
@@ -213,7 +213,7 @@ class Ranks:
         def release(rank: int) -> tuple[RingVector, Clipped]:
             span = self._spans[rank]
             gather = partial(self._gather, rank)
-            return code.release(span.of(update.vector), update.tokens, span.start, gather)
+            return code.release(span.of(update.vector), update.tokens, Portion(span.start, gather))
 
         with ThreadPoolExecutor(len(self._spans)) as pool:
             sent = list(pool.map(release, range(len(self._spans))))
@@ -366,13 +366,13 @@ def test_a_span_that_is_not_of_whole_blocks_of_the_update_is_refused(
 ) -> None:
     code = code_of("site", 2 * BLOCK + 9, 32)
     with raises(kind, field, says="multiple of" if kind is ValueError else "whole blocks"):
-        code.release(zeros(end - begin), 1, begin)
+        code.release(zeros(end - begin), 1, Portion(begin))
 
 
 def test_a_span_beyond_the_update_is_refused_in_clear() -> None:
     code = code_of("none", 100, 32)
     with raises(UpdateError, "update", says="vector of 100"):
-        code.release(zeros(60), 1, 41)
+        code.release(zeros(60), 1, Portion(41))
 
 
 # Weights

@@ -12,31 +12,64 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.privacy.ledger import policy as policies
-from cloister.privacy.ledger.policy import Offer, Policy, load_policy, offer_of
+from cloister.privacy.ledger.policy import Policy, load_policy
 from cloister.protocol.errors import PolicyError
-from cloister.protocol.plan.plan import AdapterSection, PrivacySection
+from cloister.protocol.plan.plan import AdapterSection, Plan, PrivacySection
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.parties.federation import changed
 from cloister.tests.tools.raises import raises
 
 HASH = "ab" * 32
 
-OFFER = Offer(
-    unit="record",
-    window=64,
-    owner_field="patient_id",
-    noise_multiplier=1.0,
-    delta=1e-5,
-    epsilon_after=8.0,
-    trusted_coordinator=False,
-    cohort=8,
-    secure=True,
-    roster_hash=HASH,
-    model="meta-llama/Llama-3.2-1B",
-    tokenizer="meta-llama/Llama-3.2-1B",
-    adapter="ffa-lora",
-    rounds=10,
-)
+PLAN = parse("", ["run.rounds=10", "data.sequence_length=64"])
+PLAN = changed(PLAN, "privacy", unit="record", delta=1e-5)
+PLAN = changed(PLAN, "model", name="meta-llama/Llama-3.2-1B", adapter=AdapterSection(scheme="ffa-lora"))
+
+PLACES = {
+    "window": ("data", "sequence_length"),
+    "owner_field": ("data", "owner"),
+    "delta": ("privacy", "delta"),
+    "trusted_coordinator": ("privacy", "trusted_coordinator"),
+    "secure": ("aggregation", "secure"),
+    "model": ("model", "name"),
+    "tokenizer": ("model", "tokenizer"),
+    "rounds": ("run", "rounds"),
+}
+"""Where the plan has what it offers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """A plan, and what the site knows of it."""
+
+    plan: Plan = PLAN
+    noise: float = 1.0
+    epsilon: float = 8.0
+    cohort: int = 8
+    roster_hash: str = HASH
+
+    def but(self, **values: Any) -> Offer:
+        """This offer with other values, which the plan need not allow."""
+        plan = self.plan
+        for name in values.keys() - Offer.__dataclass_fields__:
+            value = values.pop(name)
+            if name == "unit":
+                window = value == "window"
+                unit, record = ("record", "window") if window else (value, "record")
+                plan = changed(plan, "privacy", unit=unit, record=record)
+            elif name == "adapter":
+                plan = changed(plan, "model", adapter=plan.model.adapter.model_copy(update={"scheme": value}))
+            else:
+                section, field = PLACES[name]
+                plan = changed(plan, section, **{field: value})
+        return dataclasses.replace(self, plan=plan, **values)
+
+    def check(self, demanded: Policy) -> None:
+        figures = {field: getattr(self, field) for field in ("noise", "epsilon", "cohort", "roster_hash")}
+        demanded.check(self.plan, **figures)
+
+
+OFFER = Offer()
 
 
 def policy(path: Path, text: str) -> Policy:
@@ -63,15 +96,15 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
         ["patient_id", "person"],
         ["note_id", "Patient_id", ""],
     ),
-    ("least_noise = 1", "noise_multiplier", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
+    ("least_noise = 1", "noise", [1.0, 1.5], [math.nextafter(1, 0), 0.0, -1.0, math.nan]),
     (
         "greatest_epsilon = 8.0\ngreatest_delta = 0.5",
-        "epsilon_after",
+        "epsilon",
         [0.0, 7.5, 8.0],
         [math.nextafter(8, 9), 20.0, math.inf, math.nan],
     ),
     ("greatest_delta = 1e-6", "delta", [1e-7, 1e-6], [math.nextafter(1e-6, 1), 1e-5, math.nan]),
-    ("trusted_coordinator = false", "trusted_coordinator", [False], [True, 0, None]),
+    ("trusted_coordinator = false", "trusted_coordinator", [False], [True]),
     ("trusted_coordinator = true", "trusted_coordinator", [True, False], []),
     ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
     ("secure_required = true", "secure", [True], [False, 1, None]),
@@ -101,14 +134,12 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
     path: Path, demand: str, field: str, passes: list[Any], refused: list[Any]
 ) -> None:
     demanded = policy(path, demand)
-    offer = dataclasses.replace(
-        OFFER, unit={"window": "window", "owner_field": "owner"}.get(field, OFFER.unit)
-    )
+    offer = OFFER.but(unit={"window": "window", "owner_field": "owner"}.get(field, "record"))
     for value in passes:
-        demanded.check(dataclasses.replace(offer, **{field: value}))
+        offer.but(**{field: value}).check(demanded)
     for value in refused:
         with pytest.raises(PolicyError) as error:
-            demanded.check(dataclasses.replace(offer, **{field: value}))
+            offer.but(**{field: value}).check(demanded)
         assert error.value.value is value  # what is offered
         assert demand.split(" = ")[0] in str(error.value)  # by which demand
         assert error.value.expected
@@ -119,7 +150,7 @@ def test_a_demand_lets_pass_what_meets_it_and_nothing_else(
     [
         (demand, field, refused)
         for demand, field, _, refused in DEMANDS
-        if field not in ("epsilon_after", "delta") and '"none"' not in demand
+        if field not in ("epsilon", "delta") and '"none"' not in demand
     ],
 )
 def test_an_offer_that_another_demand_refuses_tells_nothing_of_the_spending(
@@ -127,13 +158,13 @@ def test_an_offer_that_another_demand_refuses_tells_nothing_of_the_spending(
 ) -> None:
     """Otherwise refusals of plans that cannot be accepted would tell, one after the other, what is left."""
     demanded = policy(path, f"greatest_epsilon = 8.0\ngreatest_delta = 0.5\n{demand}")
-    unit = {"window": "window", "owner_field": "owner"}.get(field, OFFER.unit)
+    unit = {"window": "window", "owner_field": "owner"}.get(field, "record")
     for value in refused:
         said = set()
         for spent in (0.1, 1e6):
-            offer = dataclasses.replace(OFFER, unit=unit, epsilon_after=spent)
+            offer = OFFER.but(unit=unit, epsilon=spent)
             with pytest.raises(PolicyError) as error:
-                demanded.check(dataclasses.replace(offer, **{field: value}))
+                offer.but(**{field: value}).check(demanded)
             said.add(str(error.value))
         assert len(said) == 1
 
@@ -146,16 +177,16 @@ def test_a_family_of_plans_is_no_demand_and_needs_a_limit_over_runs(path: Path) 
     family = f'families = ["{"a" * 64}"]'
     with raises(PolicyError, f"{path}: families"):
         policy(path, family)
-    policy(path, f"{family}\ngreatest_epsilon = 8.0\ngreatest_delta = 0.5").check(OFFER)
+    OFFER.check(policy(path, f"{family}\ngreatest_epsilon = 8.0\ngreatest_delta = 0.5"))
 
 
 @pytest.mark.parametrize("unit", ["none", "record", "site"])
 def test_the_length_of_a_window_counts_where_a_window_is_the_unit(path: Path, unit: str) -> None:
     demanded = policy(path, 'least_window = 64\nunits = ["none", "record", "window", "site"]')
-    short = dataclasses.replace(OFFER, unit=unit, window=2)
-    demanded.check(short)
+    short = OFFER.but(unit=unit, window=2)
+    short.check(demanded)
     with raises(PolicyError, "tokens in a window", says="least_window"):
-        demanded.check(dataclasses.replace(short, unit="window"))
+        short.but(unit="window").check(demanded)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +201,7 @@ def test_the_length_of_a_window_counts_where_a_window_is_the_unit(path: Path, un
 )
 def test_without_the_demand_the_same_offer_passes(path: Path, demand: str, field: str) -> None:
     """So that each refusal comes from its own demand."""
-    offer = dataclasses.replace(
-        OFFER, unit="site", noise_multiplier=0.1, delta=0.1, epsilon_after=90.0, cohort=4
-    )
+    offer = OFFER.but(unit="site", noise=0.1, delta=0.1, epsilon=90.0, cohort=4)
     demands = {
         "units": '["record"]',
         "least_noise": "1.0",
@@ -181,33 +210,34 @@ def test_without_the_demand_the_same_offer_passes(path: Path, demand: str, field
         "least_cohort": "8",
     }
     with raises(PolicyError, field, says=demand):
-        policy(path, f"{demand} = {demands[demand]}").check(offer)
-    policy(path, "secure_required = true").check(offer)
+        offer.check(policy(path, f"{demand} = {demands[demand]}"))
+    offer.check(policy(path, "secure_required = true"))
 
 
 def test_a_message_says_what_is_demanded_offered_and_accepted(path: Path) -> None:
     with pytest.raises(PolicyError) as error:
-        policy(path, "greatest_epsilon = 4.0\ngreatest_delta = 0.5").check(OFFER)
+        OFFER.check(policy(path, "greatest_epsilon = 4.0\ngreatest_delta = 0.5"))
     assert str(error.value) == (
         "epsilon of the site's data after the run is 8.0: expected at most 4.0, by greatest_epsilon of the site's "
         "policy"
     )
     with raises(PolicyError, "model.adapter.scheme", says="ffa-lora, rolora"):
-        policy(path, 'adapters = ["ffa-lora", "rolora"]').check(dataclasses.replace(OFFER, adapter="lora"))
+        OFFER.but(adapter="lora").check(policy(path, 'adapters = ["ffa-lora", "rolora"]'))
 
 
 def test_what_is_left_out_still_demands_a_guarantee_masks_and_a_cohort(path: Path) -> None:
     least = policy(path, "most_rounds = 1000")
-    least.check(OFFER)
-    for change in (
+    OFFER.check(least)
+    changes: tuple[dict[str, Any], ...] = (
         {"unit": "none"},
         {"unit": "window"},
         {"secure": False},
         {"trusted_coordinator": True},
         {"cohort": 2},
-    ):
+    )
+    for change in changes:
         with pytest.raises(PolicyError):
-            least.check(dataclasses.replace(OFFER, **change))
+            OFFER.but(**change).check(least)
 
 
 @given(
@@ -220,9 +250,8 @@ def test_figures_pass_exactly_where_they_are_within_both_limits(
     noise: float, epsilon: float, least: float, greatest: float
 ) -> None:
     demanded = Policy(least_noise=least, greatest_epsilon=greatest, greatest_delta=0.5)
-    offer = dataclasses.replace(OFFER, noise_multiplier=noise, epsilon_after=epsilon)
     try:
-        demanded.check(offer)
+        OFFER.but(noise=noise, epsilon=epsilon).check(demanded)
         passed = True
     except PolicyError:
         passed = False
@@ -290,35 +319,6 @@ def test_units_and_schemes_are_those_of_a_plan() -> None:
 # What a plan offers
 
 
-def test_an_offer_says_what_the_plan_says() -> None:
-    plan = parse(
-        '[run]\nrounds = 7\n[model]\nname = "gpt2"\n[model.adapter]\nscheme = "ffa-lora"\n[data]\nsequence_length = 96'
-    )
-    plan = changed(plan, "privacy", unit="record", delta=1e-6)
-    offer = offer_of(plan, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
-    assert offer == Offer(
-        unit="record",
-        window=96,
-        owner_field="",
-        noise_multiplier=0.7,
-        delta=1e-6,
-        epsilon_after=3.0,
-        trusted_coordinator=False,
-        cohort=5,
-        secure=True,
-        roster_hash=HASH,
-        model="gpt2",
-        tokenizer="gpt2",
-        adapter="ffa-lora",
-        rounds=7,
-    )
-    owned = changed(changed(plan, "privacy", unit="owner"), "data", owner="patient_id")
-    found = offer_of(owned, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH)
-    assert (found.unit, found.owner_field) == ("owner", "patient_id")
-    clear = changed(plan, "aggregation", secure=False)
-    assert not offer_of(clear, noise_multiplier=0.7, epsilon_after=3.0, cohort=5, roster_hash=HASH).secure
-
-
 @pytest.mark.parametrize(
     ("unit", "record", "offered"),
     [
@@ -331,12 +331,13 @@ def test_an_offer_says_what_the_plan_says() -> None:
     ],
 )
 def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> None:
-    plan = changed(parse(""), "privacy", unit=unit, record=record)
-    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
-    assert offer.unit == offered
-    if offered == "window":
-        with raises(PolicyError, "unit of privacy", says="record, owner, site"):
-            Policy().check(offer)
+    offer = Offer(changed(PLAN, "privacy", unit=unit, record=record))
+    for each in get_args(policies.Unit):
+        if each == offered:
+            offer.check(Policy(units=(each,)))
+        else:
+            with raises(PolicyError, "unit of privacy", says=(each, repr(offered))):
+                offer.check(Policy(units=(each,)))
 
 
 @pytest.mark.parametrize(
@@ -350,13 +351,10 @@ def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> 
     ],
 )
 def test_a_tokenizer_is_offered_by_what_is_loaded(model: str, tokenizer: str, offered: str) -> None:
-    plan = changed(parse(""), "model", name=model, tokenizer=tokenizer)
-    plan = changed(plan, "privacy", unit="record")
-    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
-    assert offer.tokenizer == offered
-    Policy(tokenizers=(offered,)).check(offer)
+    offer = OFFER.but(model=model, tokenizer=tokenizer)
+    offer.check(Policy(tokenizers=(offered,)))
     with raises(PolicyError, "model.tokenizer", says=(repr(offered), "bytes2")):
-        Policy(tokenizers=("bytes2",)).check(offer)
+        offer.check(Policy(tokenizers=("bytes2",)))
 
 
 @pytest.mark.parametrize(
@@ -370,16 +368,10 @@ def test_a_tokenizer_is_offered_by_what_is_loaded(model: str, tokenizer: str, of
 def test_an_offer_says_whether_the_guarantee_depends_on_the_coordinator(
     fields: dict[str, Any], trusted: bool
 ) -> None:
-    plan = changed(parse(""), "privacy", **fields)
-    offer = offer_of(plan, noise_multiplier=1.0, epsilon_after=1.0, cohort=5, roster_hash="")
+    offer = Offer(changed(PLAN, "privacy", **fields))
     if trusted:
         with raises(PolicyError, 'privacy.trusted_coordinator, or privacy.method = "opacus",'):
-            Policy().check(offer)
+            offer.check(Policy())
     else:
-        Policy().check(offer)
-    Policy(trusted_coordinator=True).check(offer)
-
-
-def test_a_plan_without_a_unit_offers_no_noise_and_no_epsilon_whatever_is_said_of_it() -> None:
-    offer = offer_of(parse(""), noise_multiplier=9.0, epsilon_after=0.0, cohort=5, roster_hash="")
-    assert (offer.unit, offer.noise_multiplier, offer.epsilon_after) == ("none", 0.0, math.inf)
+        offer.check(Policy())
+    offer.check(Policy(trusted_coordinator=True))

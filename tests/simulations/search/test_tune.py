@@ -27,7 +27,7 @@ from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import RunFolderError, SearchError
 from cloister.protocol.machine.storage import lock
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import load, parse
+from cloister.protocol.plan.soundness import changed, load, parse
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.history import run_history
 from cloister.server.record.journal import DONE, Journal
@@ -35,7 +35,7 @@ from cloister.server.record.report import gather
 from cloister.simulations.search import price, trials, tuning
 from cloister.simulations.search import search as searches
 from cloister.simulations.search.price import charged_plan, price_of
-from cloister.simulations.search.search import ParameterSection, Search, trial_plan
+from cloister.simulations.search.search import ParameterSection, Search
 from cloister.simulations.search.study import Study
 from cloister.simulations.search.trials import Engine, Processes
 from cloister.simulations.search.tuning import SearchFolder
@@ -234,9 +234,9 @@ def test_a_value_without_effect_beside_others_is_no_failure() -> None:
         "server.momentum": 0.5,
         "server.epsilon": 0.1,
     }
-    found = trial_plan(plan, values).server
+    found = changed(plan, values).server
     assert (found.optimizer, found.momentum, found.epsilon) == ("adam", 0.9, 0.1)
-    assert trial_plan(plan, {"server.learning_rate": 0.5}).server.momentum == 0.3
+    assert changed(plan, {"server.learning_rate": 0.5}).server.momentum == 0.3
 
 
 # Under a privacy unit.
@@ -466,7 +466,7 @@ def test_trials_of_other_mechanisms_never_cost_more_than_the_price(private: Path
     assert (price.exact, price.delta) == (False, 2e-3)
     runs = []
     for number in range(1, 5):
-        tried = trial_plan(plan, {"local.steps": number})
+        tried = changed(plan, {"local.steps": number})
         terms = terms_of(tried, 1)
         assert terms is not None
         runs.append(to_json(DatasetLedger(tried).whole(terms)))
