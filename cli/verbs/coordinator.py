@@ -336,7 +336,8 @@ def _renew(arguments: argparse.Namespace) -> int:
         return _told(
             renewed, None, arguments, ("  nothing: sites see the new certificate with their next connection",)
         )
-    return _told(renewed, before, arguments)
+    moved = "  3. When all have installed it, at the coordinator: end `cloister coordinator start`, and start it again."
+    return _told(renewed, before, arguments, (*_NEXT, moved) if renewed.federation.sites else ())
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import re
 import sys
@@ -128,7 +129,10 @@ def _start(arguments: argparse.Namespace) -> int:
     log_to_stderr(arguments.log_format, known)
     from cloister.clients.deployed import DeployedSite
 
-    known["site"] = _closed(read_config(Path(arguments.site))).name
+    config = _closed(read_config(Path(arguments.site)))
+    known["site"] = config.name
+    for problem in _open_settings(config):
+        logging.getLogger("cloister").warning("the site can join no run yet: %s", problem)
     stopped = threading.Event()
     site = DeployedSite(Path(arguments.site))
     try:
@@ -140,6 +144,18 @@ def _start(arguments: argparse.Namespace) -> int:
         # A training in another thread would keep the process: it is begun again when the site is back.
         os._exit(130)
     return 0
+
+
+def _open_settings(config: SiteConfig) -> Iterator[str]:
+    """What the site cannot join a run with; each may be set while it runs."""
+    data = Path(config.data)
+    if (data.is_absolute() or data.suffix) and not data.exists():
+        yield f"data is {config.data!r}, which does not exist beside site.toml"
+    try:
+        if config.policy:
+            load_policy(Path(config.policy))
+    except CloisterError as error:
+        yield str(error)
 
 
 @own_files()
@@ -272,11 +288,19 @@ def _accept(arguments: argparse.Namespace) -> int:
     config = _closed(read_config(Path(arguments.site)))
     consents = Consents(config.folder, config.name, config.plan)
     added, taken = consents.give(digest), len(consents.runs(digest))
+    asked = digest in {from_json(offer).digest() for offer in consents.offers()}
+    unasked = (
+        "" if asked or taken else "; the coordinator has not asked for such a plan yet: compare the digest"
+    )
     return tell(
         arguments,
         {"plan": digest, "added": added, "taken": taken},
         f"accepted  one run of the plan {digest}"
-        + ("" if added else ", which was accepted before and which no run has joined yet: nothing is added"),
+        + (
+            unasked
+            if added
+            else ", which was accepted before and which no run has joined yet: nothing is added"
+        ),
         f"before    {taken} runs of it have joined",
     )
 

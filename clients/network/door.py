@@ -296,7 +296,7 @@ class DoorSite:
         visitor, entrance = self._visitor, self._visitor.entrance()
         identity, seen = visitor.identity(), pb.Head(**asdict(visitor.heads.known(COORDINATOR)))
         with talking(entrance, "Session") as talk, self._watched(talk.call, HANDSHAKE_S) as moving:
-            talk.introduce(entrance, visitor.name, identity, seen=seen)
+            talk.introduce(entrance, visitor.name, identity, seen=seen, own=self._own())
             said = talk.hear("welcome")
             visitor.heads.check(COORDINATOR, Head.said(said.welcome.seen.number, said.welcome.seen.hash))
             self.trouble, moving.limit_s = "", SILENT_S
@@ -616,6 +616,7 @@ class Talk:
         name: str,
         identity: Ed25519PrivateKey,
         seen: pb.Head | None = None,
+        own: pb.Head | None = None,
         installed: int = 0,
     ) -> None:
         """Prove who the site is, in the steps 1 to 3 of `server/door/door.py`; errors as for `hear`.
@@ -625,13 +626,14 @@ class Talk:
             name: The site's name.
             identity: Its key.
             seen: What it has seen of the coordinator's audit log.
+            own: The last line of its own.
             installed: The version of the federation that it has.
         """
         nonce, public = os.urandom(NONCE), identity.public_key().public_bytes_raw()
         self.say(hello=pb.Hello(version=VERSION, name=name, nonce=nonce, installed=installed))
         nonces = Nonces(nonce, self.hear("challenge").challenge.nonce)
         signature = prove(identity, name, entrance, nonces)
-        self.say(proof=pb.Proof(key=public, signature=signature, seen=seen))
+        self.say(proof=pb.Proof(key=public, signature=signature, seen=seen, own=own))
 
 
 @contextmanager
@@ -682,9 +684,4 @@ def _error(error: grpc.RpcError) -> CloisterError:
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return UntrustedError("server", reason, expected="a certificate of the federation's authority")
     kind = _REFUSED.get(error.code(), DoorError)
-    fix = (
-        "if the federation has a newer version, install it: cloister site install"
-        if kind is MemberError
-        else ""
-    )
-    return kind("session", expected=f"a coordinator that accepts it ({reason})", fix=fix)
+    return kind("session", expected=f"a coordinator that accepts it ({reason})")

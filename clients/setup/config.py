@@ -96,10 +96,12 @@ def read_config(path: Path) -> SiteConfig:
     """
     config = _SETTINGS.load(path)
     data = path.parent / config.data
+    # A file of that name elsewhere is not meant, wherever the command was started.
+    is_file = data.exists() or config.data.startswith((".", "/")) or Path(config.data).exists()
     return config.model_copy(
         update={
             "dataset": config.dataset or config.data,
-            "data": str(data) if data.exists() or config.data.startswith((".", "/")) else config.data,
+            "data": str(data) if is_file else config.data,
             **{
                 name: str(path.parent / value)
                 for name in ("state", "identity", "federation", "policy", "ledger")

@@ -94,6 +94,23 @@ class Heads:
         except StorageError as error:
             _log.warning("%s", error)
 
+    def check_newest(self, peer: str, own: Head) -> None:
+        """Check that the log of another party is as long as it was.
+
+        Raises:
+            RestoredError: it is shorter.
+        """
+        known = self.known(peer)
+        if own.number < known.number:
+            raise RestoredError(
+                f"audit log of {peer}",
+                f"{own.number} lines",
+                expected=f"at least the {known.number} that were seen of it: this is a restored backup, or a copy of "
+                "the site's folder that runs beside it",
+                fix="end the copy, or restore a newer one; if there is none, the coordinator can remove "
+                f"heads/{peer}.json",
+            )
+
     def check(self, peer: str, head: Head) -> None:
         """Check that its own log has a line that another party says that it has seen.
 

@@ -97,14 +97,16 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
 
 class Proof(_message.Message):
-    __slots__ = ("key", "signature", "seen")
+    __slots__ = ("key", "signature", "seen", "own")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     signature: bytes
     seen: Head
-    def __init__(self, key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., seen: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+    own: Head
+    def __init__(self, key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., seen: _Optional[_Union[Head, _Mapping]] = ..., own: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Head(_message.Message):
     __slots__ = ("number", "hash")

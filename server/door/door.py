@@ -483,7 +483,7 @@ class Door(Closing):
             site, public = await self._greet(context)
             seen = await self._disk(partial(self._heads.known, site.name))
         if not self._is_member(site.name, public):  # it was removed meanwhile
-            raise MemberError("site", site.name, expected="a site of the federation, with its key")
+            raise _no_member(site.name)
         peer = context.peer()
         self._front.proved(peer, site.name)
         if site.session is not None:
@@ -526,12 +526,14 @@ class Door(Closing):
         hello = _said(await _read(context), "hello").hello
         proof, member = await self._challenge(hello, context)
         if not member:
-            raise MemberError("site", hello.name, expected="a site of the federation, with its key")
+            raise _no_member(hello.name)
         site, seen = self._site(hello.name), Head.said(proof.seen.number, proof.seen.hash)
         try:
             site.rate.take()
             site.sessions.take()
             await self._disk(partial(self._heads.check, hello.name, seen))
+            own = Head.said(proof.own.number, proof.own.hash)
+            await self._disk(partial(self._heads.check_newest, hello.name, own))
         except CloisterError as error:
             site.refused = str(error)
             raise
@@ -781,6 +783,11 @@ class Door(Closing):
         done = self._loop.loop.run_in_executor(self._writers, work)
         done.add_done_callback(_retrieve)
         return done
+
+
+def _no_member(name: str) -> MemberError:
+    newer = "if the federation has a newer version, install it: cloister site install"
+    return MemberError("site", name, expected="a site of the federation, with its key", fix=newer)
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:

@@ -327,7 +327,7 @@ class Coordinator:
                 with self._changed:
                     runs = [asdict(entry) for entry in self._queue.entries()]
                     now = dict(self._run.last)
-                yield {"runs": runs, "now": now, "sites": self._door.states()}
+                yield {"runs": runs, "now": now, "sites": self._door.states(), "address": self._door.address}
             case {"do": "refresh"}:
                 self._door.refresh()
                 yield {"connected": self._door.connected()}
@@ -348,6 +348,8 @@ class Coordinator:
         deployment = Deployment.read(files)
         check_deployable(read_plan(path), registry.version(deployment.version), files)
         with self._changed:
+            if self._queue.state(str(path)) == "done":
+                raise RunFolderError(str(path), expected="a run that is not finished")
             self._queue.add(str(path))
             self._changed.notify_all()
         yield {"submitted": str(path)}

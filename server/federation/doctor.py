@@ -16,6 +16,7 @@ from cloister.protocol.machine.prerequisites import check_releases, check_space
 from cloister.protocol.machine.storage import is_locked
 from cloister.protocol.plan.plan import Plan
 from cloister.server.door.front import listening
+from cloister.server.federation.control import command
 from cloister.server.federation.registry import Registry
 
 
@@ -78,7 +79,10 @@ class CoordinatorDoctor:
         """Whether the coordinator runs, or the port of the door is free for it."""
         bind = everywhere(self._known.federation.door)
         if is_locked(self.path / "lock"):
-            return f"`cloister coordinator start` runs, for {bind}"
+            (found,) = command(self.path, do="status")
+            at = str(found["address"])
+            sites = f"; sites connect to port {port_of(bind)}: start it again, unless that is forwarded"
+            return f"`cloister coordinator start` listens on {at}{sites * (port_of(at) != port_of(bind))}"
         try:
             with listening(bind):
                 return f"{bind} is free: nothing listens there now"

@@ -50,7 +50,7 @@ from cloister.protocol.identity.roster import Roster, load_identity, load_roster
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces, prove
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.door_pb2 import FromSite, Hello, Proof, ToSite, Welcome
+from cloister.protocol.messages.door_pb2 import FromSite, Head, Hello, Proof, ToSite, Welcome
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.messages.messages import (
     TRAIN,
@@ -329,10 +329,14 @@ class Raw:
         call, welcome = self.welcomed(name, identity or identity_of(name))
         return call, welcome.key
 
-    def welcomed(self, name: str, identity: Ed25519PrivateKey) -> tuple[Any, Welcome]:
-        """A session, and what it was welcomed with."""
+    def welcomed(
+        self, name: str, identity: Ed25519PrivateKey, own: Head | None = None
+    ) -> tuple[Any, Welcome]:
+        """A session, and what it was welcomed with; the last line of the site's audit log is `own`."""
         call, nonce = self.greeted(name)
-        self.say(proof=self.proof(name, identity, nonce))
+        proof = self.proof(name, identity, nonce)
+        proof.own.CopyFrom(own or Head())
+        self.say(proof=proof)
         return call, said(call).welcome
 
 

@@ -371,6 +371,10 @@ def test_runs_of_one_plan_follow_each_other_by_consent(
         assert again["sites"] == files.sites.names()
         assert told("status", federation, "--follow")["params_sha256"] == first["params_sha256"]
         assert before.items() < kept_of_runs(files).items()
+        capsys.readouterr()
+        assert "a run that is not finished" in lone_refusal(
+            capsys, "submit", "--to", federation, "--again", str(second)
+        )
 
         accept()  # once: of two runs that are submitted together, one gets it
         one, other = told(*submit), told(*submit)

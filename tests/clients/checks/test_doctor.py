@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -20,6 +22,7 @@ from cloister.protocol.identity.address import free_port, port_of
 from cloister.protocol.identity.certificates import read_certificate
 from cloister.protocol.machine.storage import lock
 from cloister.protocol.plan.soundness import parse
+from cloister.server.federation.control import Control
 from cloister.server.federation.doctor import coordinator_bytes
 from cloister.tests.parties.doctor_parties import (
     NOW,
@@ -357,14 +360,23 @@ def coordinator(parties: Rehearsal, *options: str) -> Report:
     return parties.report(str(parties.coordinator), *options)
 
 
+def listens(port: int, _request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a coordinator's process answers."""
+    yield {"address": f"[::]:{port}"}
+
+
 def test_the_coordinator_checks_itself(parties: Rehearsal) -> None:
     report = coordinator(parties)
     assert report.code == 0
     assert list(report.hops) == ["federation", "certificates", "releases", "disk", "DNS", "port"]
-    with lock(parties.coordinator / "lock", "no other coordinator"), parties.answers():
-        report = coordinator(parties)
-    assert report.code == 0
-    assert "coordinator start` runs" in report.hops["port"]["what"]
+    for port in (port_of(parties.door), 1):
+        with (
+            lock(parties.coordinator / "lock", "no other coordinator"),
+            contextlib.closing(Control(parties.coordinator, partial(listens, port))),
+        ):
+            report = coordinator(parties)
+        assert report.code == 0
+        assert ("start it again" in report.hops["port"]["what"]) == (port == 1), "the coordinator has moved"
 
 
 def test_31_a_port_is_taken(parties: Rehearsal) -> None:

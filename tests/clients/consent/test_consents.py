@@ -21,7 +21,7 @@ from cloister.privacy.ledger.policy import load_policy
 from cloister.protocol.errors import CloisterError, ConsentError, PinnedError, PlanError, StorageError
 from cloister.protocol.plan.plan import Plan
 from cloister.tests.parties.federation import SKELLAM, Federation, changed, tiny
-from cloister.tests.tools.command import found, lone_refusal
+from cloister.tests.tools.command import found, lone_refusal, ran
 from cloister.tests.tools.power import Power
 from cloister.tests.tools.raises import raises
 
@@ -143,6 +143,10 @@ def test_the_command_accepts_one_run_of_a_plan(tmp_path: Path, capsys: pytest.Ca
     site = tmp_path / "site.toml"
     site.write_text('name = "north"\ndata = "data.jsonl"\nstate = "state"\n')
     command = ("site", "accept", str(site))
+    assert "the coordinator has not asked for such a plan" in ran(capsys, *command, PLAN.upper())[1]
+    (
+        tmp_path / "state" / "consents" / f"{PLAN}.1.given"
+    ).unlink()  # what the page says of a consent to take back
     assert found(capsys, *command, PLAN.upper()) == {"plan": PLAN, "added": True, "taken": 0}
     assert found(capsys, *command, PLAN) == {"plan": PLAN, "added": False, "taken": 0}
     consents(tmp_path / "state", "").take(PLAN, "one")

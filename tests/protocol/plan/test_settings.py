@@ -22,6 +22,19 @@ DOORS: dict[str, tuple[Callable[[Path], object], type[CloisterError]]] = {
 }
 
 
+def test_a_sites_data_is_no_file_of_the_folder_in_which_a_command_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site" / "site.toml"
+    site.parent.mkdir()
+    site.write_text(SITE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"text": "of somebody else"}\n')
+    assert read_config(site).data == str(tmp_path / "site" / "d.jsonl")
+    site.write_text(SITE.replace("d.jsonl", "owner/name"))
+    assert read_config(site).data == "owner/name", "a name on the hub"
+
+
 def refusal(path: Path, door: str, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     return refusal_of(path, door)

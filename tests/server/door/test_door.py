@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from cloister.aggregation.sums import Sums
 from cloister.lm.model.model import count_parameters
 from cloister.protocol.errors import EngineError
 from cloister.protocol.identity.heads import Head, Heads
+from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.messages import Contribute, Contribution, Failed, Join, Joined
 from cloister.protocol.messages.transfer import CHUNK, SMALL
 from cloister.protocol.plan.soundness import parse
@@ -417,17 +419,23 @@ def test_a_site_serves_the_next_run_though_it_cannot_remove_what_the_last_one_le
             assert (ask(following, contribute(MODEL + 1)) == site.vector).all()
 
 
-def test_a_site_with_a_new_key_is_told_what_was_seen_of_its_log(tmp_path: Path) -> None:
-    """A restored folder is found whatever key it has."""
+def test_an_older_copy_of_a_sites_folder_is_refused_whatever_key_it_has(tmp_path: Path) -> None:
+    """And the site that is connected stays: a copy that runs beside it must not take its place."""
     federation = [federation_of({"site-1": identity_of("site-1")})]
-    heads = Heads(None, tmp_path / "heads")
+    heads, newest = Heads(None, tmp_path / "heads"), pb.Head(number=7, hash="a" * 64)
     with Door(lambda: CERTIFICATE, lambda: federation[0], "127.0.0.1:0", heads) as door:
         heads.note("site-1", Head(7, "a" * 64))
-        for name in ("site-1", "another key"):
-            federation[0] = federation_of({"site-1": identity_of(name)})
-            with Raw(entrance_at(door.address)) as raw:
-                _, welcome = raw.welcomed("site-1", identity_of(name))
+        for key in ("site-1", "another key"):
+            federation[0] = federation_of({"site-1": identity_of(key)})
+            with Raw(entrance_at(door.address)) as raw, Raw(entrance_at(door.address)) as copy:
+                _, welcome = raw.welcomed("site-1", identity_of(key), newest)
                 assert (welcome.seen.number, welcome.seen.hash) == (7, "a" * 64)
+                for older in (None, pb.Head(number=6, hash="b" * 64), pb.Head(number=8, hash="no hash")):
+                    copy.unsent = type(copy.unsent)()
+                    with pytest.raises(grpc.RpcError) as raised:
+                        copy.welcomed("site-1", identity_of(key), older)
+                    assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                assert door.connected() == ["site-1"]
 
 
 def test_a_certificate_that_was_renewed_is_served_at_once(tmp_path: Path) -> None:
