@@ -30,7 +30,7 @@ def options(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show it."""
     path = Path(arguments.path)
-    if path.is_file():
+    if path.is_file() or (path / "site.toml").is_file():
         return _site(path, arguments)
     from cloister.server.federation.control import command
 

@@ -89,11 +89,12 @@ _SETTINGS = Settings(SiteConfig, "site", PlanError)
 
 
 def read_config(path: Path) -> SiteConfig:
-    """Read a site's TOML; relative paths in it are relative to its folder.
+    """Read a site's TOML, or `site.toml` of a folder; relative paths in it are relative to its folder.
 
     Raises:
         PlanError: the file is missing, or a field is wrong.
     """
+    path = path / "site.toml" if path.is_dir() else path
     config = _SETTINGS.load(path)
     data = path.parent / config.data
     # A file of that name elsewhere is not meant, wherever the command was started.

@@ -398,7 +398,7 @@ class Door(Closing):
         server.add_secure_port(self._front.behind, self._credentials())
         await server.start()
         try:
-            self._looking = asyncio.create_task(self._look())
+            self._serving.add(asyncio.create_task(self._look()))
             return server, await self._front.start(bind)
         except BaseException:
             await server.stop(0)

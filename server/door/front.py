@@ -320,7 +320,9 @@ def listening(bind: str) -> socket.socket:
     Raises:
         OSError: the address is wrong or taken.
     """
-    host, _, port = bind.rpartition(":")
+    host, colon, port = bind.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise OSError(None, "HOST:PORT is needed, such as 0.0.0.0:9443")
     host = host.strip("[]")
     everywhere = host == "::" and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

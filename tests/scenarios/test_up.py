@@ -257,8 +257,10 @@ def test_a_probe_fails_where_no_process_runs(
 ) -> None:
     site = rehearsed.sites()[0]
     (tmp_path / "site.toml").write_text(site.read_text())
-    assert main(["status", "--probe", str(tmp_path / "site.toml")]) == 1
-    assert "does not run" in capsys.readouterr().out
+    for path in (tmp_path / "site.toml", tmp_path):  # the folder of a site too
+        assert main(["status", "--probe", str(path)]) == 1
+        assert "does not run" in capsys.readouterr().out
+    (tmp_path / "site.toml").unlink()
     assert main(["status", "--probe", str(tmp_path)]) == 1
     assert main(["status", str(tmp_path)]) == 2
     assert "cloister coordinator start" in capsys.readouterr().err

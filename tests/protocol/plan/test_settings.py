@@ -32,7 +32,7 @@ def test_a_sites_data_is_no_file_of_the_folder_in_which_a_command_is_started(
     (tmp_path / "d.jsonl").write_text('{"text": "of somebody else"}\n')
     assert read_config(site).data == str(tmp_path / "site" / "d.jsonl")
     site.write_text(SITE.replace("d.jsonl", "owner/name"))
-    assert read_config(site).data == "owner/name", "a name on the hub"
+    assert read_config(site.parent).data == "owner/name", "a name on the hub, in the site.toml of a folder"
 
 
 def refusal(path: Path, door: str, text: str) -> str:

@@ -1094,3 +1094,6 @@ def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, raises(EngineError, "--bind"):
         open_channel(tmp_path, bind=channel.address)
+    for bind in ("80", "127.0.0.1:", "127.0.0.1:http"):
+        with raises(EngineError, "--bind", says="HOST:PORT"):
+            open_channel(tmp_path, bind=bind)
