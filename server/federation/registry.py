@@ -44,13 +44,7 @@ from cloister.protocol.identity.certificates import (
 from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
-from cloister.protocol.identity.roster import (
-    NAME,
-    check_private,
-    load_identity,
-    new_identity,
-    save_identity,
-)
+from cloister.protocol.identity.roster import NAME, check_private, load_identity, new_identity, save_identity
 from cloister.protocol.machine.storage import check_empty, readable, write_bytes, write_folder, write_new
 from cloister.protocol.plan.settings import InWords, Section
 
