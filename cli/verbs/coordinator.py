@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -186,6 +187,11 @@ def _run(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     with socket.socket(fileno=arguments.door) as door, RunFolder.reopen(Path(arguments.run)) as folder:
         coordinate(folder, registry, observe, partial(by_door, far=door, observe=observe))
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the run is over: they would break off the interpreter's end
+        signal.signal(number, signal.SIG_IGN)
     return 0
 
 
