@@ -39,14 +39,7 @@ from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import (
-    DataError,
-    EngineError,
-    ModelError,
-    PlanError,
-    RunFolderError,
-    one_line,
-)
+from cloister.protocol.errors import DataError, EngineError, ModelError, PlanError, RunFolderError, one_line
 from cloister.protocol.identity.roster import (
     Card,
     Roster,

@@ -11,13 +11,7 @@ from cloister.privacy.accounting.accountant import Spent
 from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.accounting.terms import Terms, participation
 from cloister.privacy.mechanism.correlated import Blt, loss
-from cloister.protocol.plan.plan import (
-    NO_EVALUATION,
-    SIMULATED_PUBLIC,
-    DataSection,
-    Plan,
-    PrivacySection,
-)
+from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
 
 
 def _thing(plan: Plan) -> str:

@@ -12,13 +12,7 @@ from functools import lru_cache
 
 from cloister.privacy.accounting.accountant import calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
-from cloister.privacy.mechanism.events import (
-    CorrelatedGaussian,
-    Event,
-    SampledGaussian,
-    Unit,
-    relation,
-)
+from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit, relation
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
