@@ -96,7 +96,7 @@ def _print(found: Audited) -> None:
         f"guesses   {row.correct:,} of {row.guesses:,} right, among {row.canaries:,} fair coins",
         f"audited   epsilon is at least {at_least(row.epsilon)}, with confidence {100 * row.confidence:g} %",
         f"claimed   epsilon is at most {claims}; delta {scientific(found.delta)}",
-        f"power     half of the noise would show as about {at_least(found.at_half_noise)}",
+        f"power     half of the noise would show as about {at_least(found.at_half_noise)}, which is no alarm yet",
         *(
             f"{'' if number else 'measured':10}{_measured(check)}"
             for number, check in enumerate(found.checks)

@@ -14,7 +14,7 @@ from functools import partial
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Accountant, Spent, spent
-from cloister.privacy.accounting.claims import mechanism, unit
+from cloister.privacy.accounting.claims import mechanism, relation, thing, things, unit
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = _table(shown, plan, [terms_with(noise_multiplier=each) for each in _NOISES])
     else:
         terms = terms_with(noise_multiplier=noise, target_epsilon=target)
-        facts = _row(terms, cost := _spent(terms, length))
+        facts = _row(plan, terms, cost := _spent(terms, length))
         if target is not None:
             # Rounded up: typed back, it costs no more.
             noise = math.ceil(terms.noise_multiplier * 1e6) / 1e6
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         if group is not None:
             together = _spent(terms, length, group)
             facts |= {"group": group, "group_epsilon": together.epsilon}
-            _say_epsilon(shown, together, f"for {group} {terms.unit}s together")
+            _say_epsilon(shown, together, f"for {group} {things(plan)} together")
         _say_meaning(shown, plan, terms, cost)
     if arguments.json:
         print(json.dumps(facts))
@@ -95,7 +95,7 @@ def _spent(terms: Terms, rounds: int, group: int = 1) -> Spent:
     return spent(terms.events(rounds), terms.delta, by, group=group)
 
 
-def _row(terms: Terms, cost: Spent) -> dict[str, object]:
+def _row(plan: Plan, terms: Terms, cost: Spent) -> dict[str, object]:
     """The JSON of one cost."""
     return {
         "epsilon": cost.epsilon,
@@ -103,7 +103,7 @@ def _row(terms: Terms, cost: Spent) -> dict[str, object]:
         "noise_multiplier": terms.noise_multiplier,
         "accountant": cost.accountant,
         "unit": terms.unit,
-        "relation": terms.relation,
+        "relation": relation(plan),
     }
 
 
@@ -113,12 +113,12 @@ def _say_epsilon(console: PipedConsole, cost: Spent, of: str) -> None:
 
 def _say_meaning(console: PipedConsole, plan: Plan, terms: Terms, cost: Spent) -> None:
     """Say what is protected, by what, and what an observer may learn."""
-    console.say(f"protects  {unit(plan)}; neighbours: {terms.relation}")
+    console.say(f"protects  {unit(plan)}; neighbours differ by {relation(plan)}")
     console.say(f"noise     {terms.noise_multiplier:g} x the clipping norm C")
     console.say(f"length    {plan.run.rounds:,} rounds")
     console.say(f"how       {mechanism(plan, terms)}")
     console.say(
-        f"In plain words: an observer of everything released, who guesses whether one {terms.unit}'s data was used, "
+        f"In plain words: an observer of everything released, who guesses whether one {thing(plan)}'s data was used, "
         f"is right in at most {meaning(cost.epsilon, terms.delta).guess} of 100 cases; a coin is right in 50."
     )
 
@@ -135,7 +135,7 @@ def _table(console: PipedConsole, plan: Plan, noised: list[Terms]) -> dict[str, 
     for rounds in lengths:
         costs = [_spent(terms, rounds) for terms in noised]
         table.add_row(f"{rounds:,}", *(at_most(cost.epsilon) for cost in costs))
-        rows += [_row(*each) | {"rounds": rounds} for each in zip(noised, costs, strict=True)]
+        rows += [_row(plan, *each) | {"rounds": rounds} for each in zip(noised, costs, strict=True)]
     console.print(table)
     console.say("Choose a noise with --noise-multiplier, or compute it with --target-epsilon.")
     return {"table": rows}

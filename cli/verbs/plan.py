@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.claims import unit
+from cloister.privacy.accounting.claims import relation, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.report.figures import at_most
@@ -131,7 +131,7 @@ def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
         "noise_multiplier": terms.noise_multiplier,
         "epsilon": terms.epsilon(plan.run.rounds),
         "delta": terms.delta,
-        "relation": terms.relation,
+        "relation": relation(plan),
     }
 
 
@@ -221,4 +221,4 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     if terms.mechanism is not None and terms.mechanism.correlation is not None:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
-    yield f"epsilon of a {terms.unit} after all {plan.run.rounds} rounds", spent
+    yield f"epsilon of a {thing(plan)} after all {plan.run.rounds} rounds", spent

@@ -183,6 +183,8 @@ class AttemptFiles:
     def mark_masked(self, state: State, round_number: int) -> State:
         """Record durably that the site masks a vector of a round, unless it is recorded."""
         if state.marks.masked == round_number:
+            with on_disk(self._folder):
+                sync(self._marks)  # the process that wrote it may have been killed before it synced it
             return state
         return replace(state, marks=self._mark(replace(state.marks, masked=round_number)))
 

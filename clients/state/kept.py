@@ -24,7 +24,7 @@ from cloister.aggregation.vector.span import Manifest, Piece, check_received, ma
 from cloister.clients.setup.config import Membership
 from cloister.lm.model.layout import Vector
 from cloister.protocol.errors import PinnedError, StaleError, StepError, StorageError, UpdateError
-from cloister.protocol.machine.storage import on_disk, write_bytes, write_file, write_new
+from cloister.protocol.machine.storage import on_disk, sync_folders, write_bytes, write_file, write_new
 from cloister.protocol.messages.blocks import all_finite
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose, SumId
@@ -304,6 +304,9 @@ class Kept:
                 return None
             spans = [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest]
             pieces = check_received(manifest, spans, length, dtype)
+            sync_folders(
+                path.parent, path.parent
+            )  # the process that made it may have been killed before it did
             return Written(manifest, pieces, float(sealed["seconds"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
             return None  # missing, torn by a crash, or of another model: the site trains

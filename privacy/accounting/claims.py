@@ -14,10 +14,10 @@ from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
 
 
-def _thing(plan: Plan) -> str:
-    """The name of one unit, with privacy.unit = "record" or "owner"."""
-    if plan.privacy.unit == "owner":
-        return "owner"
+def thing(plan: Plan) -> str:
+    """The name of one unit, of a plan with a privacy unit."""
+    if plan.privacy.unit in ("owner", "site"):
+        return plan.privacy.unit
     if plan.privacy.record == "window":
         return "window"
     return {"text": "text", "prompt": "prompt with its completion", "messages": "chat"}[plan.data.format]
@@ -77,17 +77,15 @@ def charged_unit(plan: Plan) -> str:
     if plan.privacy.record == "window":
         tokenizer, field = plan.model.tokenizer_name, plan.data.text_field
         return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}"
-    return f"one {_thing(plan)}"
+    return f"one {thing(plan)}"
 
 
 def things(plan: Plan) -> str:
     """The name of several units; empty without a privacy unit."""
     if plan.privacy.unit == "none":
         return ""
-    if plan.privacy.unit == "site":
-        return "sites"
-    thing = _thing(plan)
-    return "prompts with their completions" if thing.startswith("prompt") else f"{thing}s"
+    one = thing(plan)
+    return "prompts with their completions" if one.startswith("prompt") else f"{one}s"
 
 
 def relation(plan: Plan) -> str:
@@ -100,7 +98,7 @@ def relation(plan: Plan) -> str:
         )
     if plan.privacy.unit == "owner":
         return "adding or removing all records of one owner at one site"
-    return f"adding or removing one such {_thing(plan)} at one site"
+    return f"adding or removing one such {thing(plan)} at one site"
 
 
 def mechanism(plan: Plan, terms: Terms | None) -> str:
@@ -125,7 +123,7 @@ PROSE = Prose(
     loss=loss,
     independent=Blt(),
     participation=participation,
-    thing=_thing,
+    thing=thing,
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from cloister.privacy.accounting.accountant import calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
-from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit, relation
+from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
@@ -37,11 +37,6 @@ class Terms:
     accountant: str
     mechanism: SiteMechanism | None
     """How updates are summed; unit `site` only."""
-
-    @property
-    def relation(self) -> str:
-        """How neighbours differ."""
-        return relation(self.unit)
 
     def events(self, rounds: int, paid: int = 0) -> tuple[Event, ...]:
         """What `rounds` more rounds cost a site that was charged for `paid` other rounds of the run.

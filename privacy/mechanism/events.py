@@ -22,19 +22,6 @@ from cloister.protocol.plan.settings import in_words
 
 Unit = Literal["record", "owner", "site"]
 
-ADD_OR_REMOVE = "add or remove one record"
-"""Neighbours of the unit `record`."""
-ADD_OR_REMOVE_OWNER = "add or remove all records of one owner"
-"""Neighbours of the unit `owner`."""
-ZERO_OUT = "add or remove all records of one site, which sends zeros in every coordinate if it has none"
-"""Neighbours of the unit `site`; other records in place of a site's own are two such steps away."""
-
-
-def relation(unit: Unit) -> str:
-    """What neighbouring means for a unit."""
-    return {"record": ADD_OR_REMOVE, "owner": ADD_OR_REMOVE_OWNER, "site": ZERO_OUT}[unit]
-
-
 _STRICT = ConfigDict(strict=True, extra="forbid")
 Positive = Annotated[float, Field(ge=1e-100, le=1e100)]
 """Its square is a float64 too."""
@@ -87,7 +74,7 @@ class SampledGaussian(_Checked):
 class Gaussian(_Checked):
     """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
 
-    Neighbours (`ZERO_OUT`): one site's terms or zeros, which changes f by at most C. k of them, also of different z,
+    Neighbours: one site's terms or zeros, which changes f by at most C. k of them, also of different z,
     are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
     """
 
@@ -101,7 +88,7 @@ class Gaussian(_Checked):
 class CorrelatedGaussian(_Checked):
     """All rounds of a run, with noise that is correlated over them: C^-1 (C G + N(0, (z sens(C) C_0)^2 I)).
 
-    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours (`ZERO_OUT`): one
+    Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours: one
     site's terms or zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
     apart, so C G changes by at most sens(C) C_0, and the whole run is one Gaussian mechanism of noise multiplier z,
     whatever C is (`cloister.privacy.mechanism.correlated`).
@@ -121,7 +108,7 @@ class CorrelatedGaussian(_Checked):
 class Skellam(_Checked):
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
-    Neighbours (`ZERO_OUT`): one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
+    Neighbours: one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
     integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
     learning", Theorem 3.5 and its corollary for vectors)
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cloister.aggregation.vector.masks import Ring
 from cloister.protocol.encoding import pack, unpack
 from cloister.protocol.errors import EncodingError
-from cloister.protocol.machine.storage import write_bytes, write_file
+from cloister.protocol.machine.storage import sync_folders, write_bytes, write_file
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import Advertise, Confirm, Masked, Reveal, Shares, Signed, Step
 from cloister.protocol.messages.wire import from_bytes, to_bytes
@@ -117,6 +117,7 @@ class KeptAttempt:
         try:
             match unpack(self._path(kind.STEP).read_bytes()):
                 case (bytes(of), bytes(digest), tuple(replies)) if of == context:
+                    sync_folders(self._folder, self._folder)  # its process may have been killed before it did
                     return digest, [from_bytes(kind, reply) for reply in replies if isinstance(reply, bytes)]
         except (FileNotFoundError, EncodingError):
             pass

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from cloister.lm.model.layout import Layout, params_sha256
 from cloister.protocol.errors import RunFolderError
-from cloister.protocol.machine.storage import write_file
+from cloister.protocol.machine.storage import sync_folders, write_file
 from cloister.server.record.folder import checkpoint_file, opened, stored_checkpoints
 
 Vector = npt.NDArray[np.float32]
@@ -105,6 +105,7 @@ class Checkpoints:
         path = self.path(round_number)
         if not path.exists():
             return None
+        sync_folders(path.parent, path.parent)  # the process that wrote it may have been killed before it did
         with opened(path, expected="a whole checkpoint", framework="pt", fix=_FIX) as file:
             named = file.metadata() or {}
         facts: dict[str, Any] | None = json.loads(named["facts"]) if "facts" in named else None

@@ -13,14 +13,13 @@ from cloister.cli.main import main
 from cloister.cli.options.shared_options import shipped_plans
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import (
-    ADD_OR_REMOVE,
-    ADD_OR_REMOVE_OWNER,
-    ZERO_OUT,
     Gaussian,
     SampledGaussian,
 )
 from cloister.privacy.mechanism.site_noise import skellam_for
 
+OWNERS = "adding or removing all records of one owner at one site"
+SITES = "adding or removing all records of one site, which sends zeros in every coordinate if it has none"
 KEYS = {"epsilon", "delta", "noise_multiplier", "accountant", "unit", "relation"}
 STEPS = "--set local.steps=50 --set privacy.sampling_rate=0.01 --set privacy.delta=1e-5"
 OWNER = "--set privacy.unit=owner --set data.owner=who"
@@ -49,7 +48,7 @@ def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> N
         "noise_multiplier": 0.6,
         "accountant": "pld",
         "unit": "record",
-        "relation": ADD_OR_REMOVE,
+        "relation": "adding or removing one such window at one site",
     }
 
 
@@ -57,7 +56,7 @@ def test_epsilon_of_a_noise_for_records(capsys: pytest.CaptureFixture[str]) -> N
 def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = f"--noise-multiplier 1 {STEPS} --rounds 10"
     owner = found(capsys, f"{OWNER} {options}")
-    assert (owner["unit"], owner["relation"]) == ("owner", ADD_OR_REMOVE_OWNER)
+    assert (owner["unit"], owner["relation"]) == ("owner", OWNERS)
     assert owner["epsilon"] == pytest.approx(1.3261, abs=1e-3)
     record = found(capsys, f"{options} --group 4")
     assert set(record) == KEYS | {"group", "group_epsilon"}
@@ -66,7 +65,7 @@ def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureF
     printed = done(capsys, f"{options} --group 4")
     assert "epsilon 6.25 at delta 1e-05 (for 4 records together)" in printed
     printed = done(capsys, f"{OWNER} {options}")
-    assert f"neighbours: {ADD_OR_REMOVE_OWNER}" in printed
+    assert f"neighbours differ by {OWNERS}" in printed
     assert "whether one owner's data was used" in printed
 
 
@@ -95,7 +94,7 @@ def test_a_trusted_coordinator_adds_gaussian_noise(capsys: pytest.CaptureFixture
     options = f"{sites} --set privacy.trusted_coordinator=true --noise-multiplier 4 --rounds 20"
     answer = found(capsys, options)
     assert answer["epsilon"] == spent([Gaussian(4.0, 20)], 1e-5).epsilon
-    assert (answer["accountant"], answer["relation"]) == ("pld", ZERO_OUT)
+    assert (answer["accountant"], answer["relation"]) == ("pld", SITES)
     assert "The coordinator adds Gaussian noise" in done(capsys, options)
 
 
@@ -117,7 +116,10 @@ def test_people_read_what_is_protected_and_what_it_means(capsys: pytest.CaptureF
     shown = re.search(r"^epsilon (\S+) at delta 1e-05 \(pld accountant\)$", printed, re.MULTILINE)
     assert shown is not None
     assert epsilon <= float(shown[1]) < epsilon + 0.011
-    assert f"protects  a window of 128 tokens of a text; neighbours: {ADD_OR_REMOVE}" in printed
+    assert (
+        "protects  a window of 128 tokens of a text; neighbours differ by adding or removing one such window"
+        in printed
+    )
     assert "In each of the 50 local steps" in printed
     assert "In plain words: " in printed
 

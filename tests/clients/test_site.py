@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import shutil
 import threading
@@ -588,6 +589,39 @@ def test_a_site_makes_no_second_update_of_a_round_for_which_it_has_masked_one(
     update_path(run_folder(first.sites[0].config.folder, RUN), 1).unlink()
     with raises(StaleError, "update of round 1", says="lost"):
         Attack(federation, attempt=2).fold()
+
+
+def test_what_a_killed_process_has_written_is_on_disk_before_its_vector_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process is killed at any sync of a contribution, the next one makes it, and then the power is cut. Without the
+    mark or the update the site would make a second one: the difference of two sums would be one site's."""
+    for sync in itertools.count():
+        federation = Federation(tmp_path / f"{sync}", tiny(*SKELLAM))
+        attack = Attack(federation, clip=federation.plan.privacy.clip)
+        inbox = attack.deal()[attack.sites[0].name]
+        folder = attack.sites[0].config.folder
+
+        def contribution(attack: Attack = attack, inbox: Inbox = inbox) -> bytes:
+            """What another process of the site sends."""
+            process = attack.federation.site(0, resident=Resident())
+            return whole(
+                attack.contribute(process, inbox, clip=attack.federation.plan.privacy.clip)
+            ).tobytes()
+
+        with Power(folder, monkeypatch) as power:
+            with power.stopped_at(sync) as ended:
+                contribution()
+            sent = contribution()
+            power.cut()
+            with attempt_files.AttemptFiles.turn(
+                run_folder(folder, RUN) / "secure" / TRAIN, attack.coordinator.contract.run
+            ) as files:
+                assert files.state(None).marks.masked == 1
+            assert contribution() == sent
+        if not ended:
+            break
+    assert sync > 4
 
 
 OTHER_MODELS = [

@@ -18,7 +18,7 @@ from cloister.privacy.accounting import terms as terms_module
 from cloister.privacy.accounting.accountant import calibrate, composed
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.mechanism.clip import rounded_l2
-from cloister.privacy.mechanism.events import ZERO_OUT, Gaussian, SampledGaussian, Skellam, to_json
+from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, Skellam, to_json
 from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan import soundness
@@ -79,7 +79,7 @@ def test_an_owner_pays_for_a_step_what_a_record_pays() -> None:
     record = terms_for([*RECORD, "privacy.noise_multiplier=1.5"])
     assert owner.round_events == (SampledGaussian(1.5, 0.05, 6, "owner"),)
     assert owner.epsilon(7) == record.epsilon(7)
-    assert (owner.unit, owner.relation) == ("owner", "add or remove all records of one owner")
+    assert owner.unit == "owner"
 
 
 # Without a guarantee.
@@ -139,7 +139,6 @@ def test_a_round_of_a_record_is_its_steps() -> None:
     found = terms_for(RECORD, "privacy.noise_multiplier=0.8")
     assert found.round_events == (SampledGaussian(0.8, 0.05, 6),)
     assert found.mechanism is None
-    assert found.relation == "add or remove one record"
 
 
 def test_without_sampling_a_record_is_a_gaussian_of_all_steps() -> None:
@@ -152,7 +151,6 @@ def test_a_central_round_is_one_gaussian_of_the_plans_multiplier(adaptive: list[
     """Andrew et al. 2021: whatever part of it the count takes, update and count together are charged z."""
     found = terms_for(CENTRAL, "privacy.noise_multiplier=2.5", *adaptive)
     assert found.round_events == (Gaussian(2.5, 1),)
-    assert found.relation == ZERO_OUT
     assert found.epsilon(7) == pytest.approx(gaussian_epsilon(2.5 / math.sqrt(7), found.delta), rel=1e-6)
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.privacy.mechanism.events import (
-    ADD_OR_REMOVE,
-    ADD_OR_REMOVE_OWNER,
-    ZERO_OUT,
     Event,
     Gaussian,
     SampledGaussian,
     Skellam,
-    Unit,
     from_json,
-    relation,
     to_json,
 )
 from cloister.protocol.errors import AccountingError
@@ -99,8 +93,3 @@ def test_what_is_no_list_of_events_is_refused(text: str) -> None:
     with pytest.raises(AccountingError) as refused:
         from_json(text)
     assert "\n" not in str(refused.value)
-
-
-def test_units_have_relations() -> None:
-    relations = [relation(unit) for unit in get_args(Unit)]
-    assert relations == [ADD_OR_REMOVE, ADD_OR_REMOVE_OWNER, ZERO_OUT]
