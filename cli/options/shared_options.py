@@ -182,7 +182,12 @@ def folder_for(out: str | None, folder: Path, name: str) -> Path:
     path = Path(out) if out else free_path(folder, name)
     if out or path == first:
         return path
-    earlier = f"the earlier one goes on with: {RunFiles(first).resume_command()}"
+    goes_on = (
+        f"cloister tune --again {first}"
+        if (first / "search.json").exists()
+        else RunFiles(first).resume_command()
+    )
+    earlier = f"the earlier one goes on with: {goes_on}"
     print(f"{first} exists, so this run goes to {path}; {earlier}", file=sys.stderr)
     return path
 

@@ -258,6 +258,8 @@ class RunReport(_Strict):
     """How exposed the data is before anything is released."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
+    planned: NonNegative | None = None
+    """Epsilon of all rounds of the plan; None: it is not known, or not finite."""
     federation: Count = 0
     """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1

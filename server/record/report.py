@@ -114,6 +114,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
+        planned=None if terms is None else _finite(terms.epsilon(plan.run.rounds)),
         federation=plan.cohort.sites,
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
         trusted=claims.PROSE.said("trusted", plan, history.simulated),

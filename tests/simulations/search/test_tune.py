@@ -17,6 +17,7 @@ from dp_accounting import dp_event as dp
 from dp_accounting.pld import PLDAccountant
 
 from cloister.cli.main import main
+from cloister.cli.options.shared_options import folder_for
 from cloister.privacy.accounting.accountant import over_runs
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
@@ -694,3 +695,13 @@ def test_a_damaged_study_is_one_line(plan: Path, tmp_path: Path, capsys: pytest.
 
 def dead(*_arguments: object) -> None:
     die()
+
+
+def test_a_search_that_is_there_goes_on_with_its_own_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan-search").mkdir()
+    (tmp_path / "plan-search" / "search.json").write_text("{}")
+    assert folder_for(None, tmp_path, "plan-search") == tmp_path / "plan-search-2"
+    told = capsys.readouterr()
+    assert f"cloister tune --again {tmp_path / 'plan-search'}" in told.out + told.err
