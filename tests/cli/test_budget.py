@@ -63,7 +63,7 @@ def test_epsilon_of_owners_and_of_several_records_of_one(capsys: pytest.CaptureF
     assert record["epsilon"] == owner["epsilon"]
     assert record["group_epsilon"] == pytest.approx(6.2431, abs=1e-3)
     printed = done(capsys, f"{options} --group 4")
-    assert "epsilon 6.25 at delta 1e-05 (for 4 records together)" in printed
+    assert "epsilon 6.25 at delta 1e-05 (for 4 windows together)" in printed
     printed = done(capsys, f"{OWNER} {options}")
     assert f"neighbours differ by {OWNERS}" in printed
     assert "whether one owner's data was used" in printed
