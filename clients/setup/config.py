@@ -94,7 +94,7 @@ def read_config(path: Path) -> SiteConfig:
     Raises:
         PlanError: the file is missing, or a field is wrong.
     """
-    path = path / "site.toml" if path.is_dir() else path
+    path = path / "site.toml" if (path / "site.toml").is_file() else path
     config = _SETTINGS.load(path)
     data = path.parent / config.data
     # A file of that name elsewhere is not meant, wherever the command was started.
