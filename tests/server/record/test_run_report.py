@@ -157,7 +157,9 @@ def test_several_units_are_bounded_by_the_charges_of_the_run(record: Path, site:
         report = gather(folder)
         assert [row.units for row in report.groups] == [1, 2, 5, 10, 100]
         assert report.groups[0].epsilon == report.epsilon
-        assert report.planned == pytest.approx(report.epsilon), "all rounds of the plan are done"
+        assert report.epsilon is not None
+        assert report.planned is not None
+        assert report.planned >= report.epsilon * (1 - 1e-9), "no site was charged for more than all rounds"
         entries = read_history(folder / "ledger.sqlite").entries
         events = [
             event
