@@ -455,7 +455,7 @@ def attempt(n: int, d: int, dropouts: int, timed: int) -> dict[str, Any]:
         clock.run(name, sites[name].receive, inboxes[name])
         if place < timed:
             vector[:] = 0
-            clock.run(name, sites[name].mask, vector, instructions=MODEL)
+            clock.run(name, sites[name].mask, [(0, vector)], instructions=MODEL)
         else:
             sites[name].take_seeds(instructions=MODEL)
         message = clock.run(name, sites[name].masked, bytes(32))
@@ -523,7 +523,7 @@ def memory(d: int) -> dict[str, Any]:
         extra = 0
         for name, site in sites.items():
             site.receive(inboxes[name])
-            extra = max(extra, peak(site.mask, vector, instructions=MODEL))
+            extra = max(extra, peak(site.mask, [(0, vector)], instructions=MODEL))
             statements.append(site.masked(bytes(32)))
         found[f"site_beyond_vector_n{n}"] = extra
         found[f"coordinator_n{n}"] = peak(finish, coordinator, list(sites.values()), statements, vector)
@@ -630,7 +630,7 @@ def parts_of_a_round(plan: Plan, size: int, turn: int) -> tuple[dict[str, float]
                 vector = timed("code", coded, 2)  # which has a residual to add
             timed("files", write_pieces, folder / "update", [(0, vector)])
             site.receive(inboxes[name])
-            timed("masks", site.mask, vector, instructions=MODEL)
+            timed("masks", site.mask, [(0, vector)], instructions=MODEL)
             manifest = timed("hashes", manifest_of, [(0, vector)])
             statement = site.masked(manifest_digest(manifest))
             timed("hashes", check_received, manifest, [vector], layout.length, layout.ring.dtype)
