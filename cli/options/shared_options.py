@@ -9,6 +9,7 @@ import argparse
 import inspect
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from importlib.resources import files
@@ -183,7 +184,7 @@ def folder_for(out: str | None, folder: Path, name: str) -> Path:
     if out or path == first:
         return path
     goes_on = (
-        f"cloister tune --again {first}"
+        f"cloister tune --again {shlex.quote(str(first))}"
         if (first / "search.json").exists()
         else RunFiles(first).resume_command()
     )

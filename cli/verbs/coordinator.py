@@ -187,10 +187,8 @@ def _run(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     with socket.socket(fileno=arguments.door) as door, RunFolder.reopen(Path(arguments.run)) as folder:
         coordinate(folder, registry, observe, partial(by_door, far=door, observe=observe))
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the run is over: they would break off the interpreter's end
+    # The run is over: a signal would only break off the interpreter's end.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     return 0
 

@@ -221,4 +221,4 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     if terms.mechanism is not None and terms.mechanism.correlation is not None:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
-    yield f"epsilon of a {thing(plan)} after all {plan.run.rounds} rounds", spent
+    yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds", spent

@@ -21,7 +21,7 @@ from cloister.protocol.errors import EngineError, RunFolderError
 
 def options(parser: Parser) -> None:
     """PATH, --follow, --probe, --json."""
-    parser.value("path PATH", "the folder of a federation, or a site's TOML file")
+    parser.value("path PATH", "the folder of a federation, or a site's TOML file or folder")
     parser.flag("--follow", "show the present run, or the last one, until it has ended")
     parser.flag("--probe", "print one line; the exit code is 1 if it is not well")
     parser.add_json()

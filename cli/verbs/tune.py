@@ -179,7 +179,9 @@ def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
         runs = "1 run" if spent.runs == 1 else f"{spent.runs:,} runs"
         ledger = f"{runs} on {folder.plan.simulation.dataset!r} in {folder.plan.simulation.ledger}"
         console.say(f"epsilon   {at_most(spent.epsilon)} at delta {spent.delta:g} for the {ledger};")
-        console.say("          if losses decided how many rounds there were, the price above holds instead")
+        console.say(
+            "          if losses decided how many rounds there were, the search costs the price above"
+        )
 
 
 def _say_how_to_continue(console: PipedConsole, folder: SearchFolder) -> None:

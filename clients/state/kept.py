@@ -304,9 +304,8 @@ class Kept:
                 return None
             spans = [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest]
             pieces = check_received(manifest, spans, length, dtype)
-            sync_folders(
-                path.parent, path.parent
-            )  # the process that made it may have been killed before it did
+            # The process that made it may have been killed before it did.
+            sync_folders(path.parent, path.parent)
             return Written(manifest, pieces, float(sealed["seconds"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UpdateError):
             return None  # missing, torn by a crash, or of another model: the site trains

@@ -540,16 +540,15 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
     if plan.privacy.dpsgd:
         return
     needs = [(each, each.requires_grad) for each in module.parameters()]
-    module.requires_grad_(False)
-    embedding = cast("PreTrainedModel", module).get_input_embeddings()
-    embedding.requires_grad_(True)  # only: the gradients of all would take as much memory as the model
     try:
+        module.requires_grad_(False)  # the gradients of all would take as much memory as the model
+        cast("PreTrainedModel", module).get_input_embeddings().requires_grad_(True)
         module(input_ids=torch.full((1, 2), token)).logits.sum().backward()
-    except Exception as error:  # of any type
+    except Exception as error:  # each of transformers' 200 model types raises its own types
         expected = f"a model that trains without dropout, in torch's evaluation mode ({short(error)})"
         raise ModelError("model.name", plan.model.name, expected=expected) from error
     finally:
-        embedding.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         for each, needed in needs:
             each.requires_grad_(needed)
 

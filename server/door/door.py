@@ -628,7 +628,12 @@ class Door(Closing):
         """End what a command has removed that did not reach this process."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._refresh()
+            try:
+                self._refresh()
+            except CloisterError as error:  # the folder cannot be read now; the next look may
+                with contextlib.suppress(DoorError):
+                    self._refusals.take()
+                    _log.error("%s", error)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log what the event loop could not do, as often as refusals: accept a connection without a descriptor left."""

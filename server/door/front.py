@@ -157,7 +157,7 @@ class Front:
     """
 
     def __init__(self, sites: int) -> None:
-        self._most = {False: _STRANGERS}
+        self._most = {False: _STRANGERS, True: 0}
         """Places of connections without a proof, by whether their address is known."""
         self.resize(sites)
         self._passages: dict[int, _Passage] = {}
@@ -196,9 +196,11 @@ class Front:
 
     def resize(self, sites: int) -> None:
         """The federation has so many sites now."""
-        self._most[True] = 2 * sites + _STRANGERS
-        self._arrivals = Rates(self._most[True], _ARRIVALS_S)
-        """Connections by their address."""
+        most = 2 * sites + _STRANGERS
+        if most != self._most[True]:  # else what came stays counted
+            self._most[True] = most
+            self._arrivals = Rates(most, _ARRIVALS_S)
+            """Connections by their address."""
 
     def address(self, peer: str) -> str:
         """Where a peer of gRPC comes from."""

@@ -207,7 +207,7 @@ def test_the_newest_plans_that_were_asked_for_are_listed_with_their_cost(
     listed = found(capsys, "site", "plans", str(path))["plans"]
     assert [each["name"] for each in listed] == names[:1:-1]
     assert not any(each["accepted"] for each in listed)
-    assert all("epsilon of a site" in " ".join(each["cost"]) for each in listed)
+    assert all("epsilon of one site" in " ".join(each["cost"]) for each in listed)
     assert found(capsys, "site", "accept", str(path), listed[0]["plan"])["added"]
     assert site.join(federation.join_request(changed(federation.plan, "run", name=names[-1])))
     (newest, other, *_) = found(capsys, "site", "plans", str(path))["plans"]

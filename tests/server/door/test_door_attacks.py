@@ -203,11 +203,18 @@ def test_a_site_that_was_removed_without_a_word_to_the_door_stays_no_longer(
     """The command was killed after it has published, and the site never says that it is alive; or it proves itself
     while the version is published."""
     monkeypatch.setattr(server_door, "HEARTBEAT_S", 0.1)
+    unreadable = [StorageError("federation", expected="a folder that can be read")]
     members = {name: identity_of(name) for name in NAMES}
     whole = federation_of(members)
     rest = federation_of({name: members[name] for name in NAMES[1:]})
     newest = [whole]
-    with Door(lambda: CERTIFICATE, lambda: newest[0], "127.0.0.1:0") as door:
+
+    def federation() -> Any:
+        if newest[0] is rest and unreadable:  # for a moment, in which the door looks
+            raise unreadable.pop()
+        return newest[0]
+
+    with Door(lambda: CERTIFICATE, federation, "127.0.0.1:0") as door:
         with AtDoor(tmp_path, door=door) as channel, Raw(channel) as raw:
             call, _ = raw.open("site-1")
             newest[0] = rest
@@ -563,10 +570,12 @@ def test_connections_of_an_address_are_counted(tmp_path: Path, monkeypatch: pyte
     """Each costs a handshake of TLS."""
     monkeypatch.setattr(front, "_ARRIVALS_S", 0.0)
     with open_channel(tmp_path) as channel:
+        channel.door.refresh()  # a look at the federation, as every 15 s
         places = channel.door._front._most[True]
         for _ in range(places):
             with socket.create_connection(("127.0.0.1", int(channel.address.rpartition(":")[2]))):
                 pass
+        channel.door.refresh()
         (late,) = strangers(channel, 1)
         assert is_closed(late)
         late.close()
