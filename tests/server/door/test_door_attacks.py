@@ -576,8 +576,10 @@ def test_connections_of_an_address_are_counted(tmp_path: Path, monkeypatch: pyte
             with socket.create_connection(("127.0.0.1", int(channel.address.rpartition(":")[2]))):
                 pass
         channel.door.refresh()
+        taken_in = channel.door._front._numbers
         (late,) = strangers(channel, 1)
         assert is_closed(late)
+        assert channel.door._front._numbers == taken_in, "it was taken in, and ended by its time"
         late.close()
 
 
