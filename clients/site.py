@@ -76,7 +76,6 @@ from cloister.protocol.messages.messages import (
     Unmask,
 )
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import from_json
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ class Site:
     def refuse(self, request: Request, error: PolicyError | BudgetError) -> Refused:
         """The site's signed refusal of a request that its policy or budget forbids."""
         if isinstance(request, Join):
-            run, plan = request.run, bytes.fromhex(from_json(request.plan).digest())
+            run, plan = request.run, bytes.fromhex(self._resident.plan(request.plan).digest())
             fact = Fact("refusal", run, plan.hex(), 0, 0, self.name, str(error))
         else:
             run, plan = request.sum.run, request.sum.plan
@@ -175,7 +174,7 @@ class Site:
             PolicyError, BudgetError: the site does not take part, by its own policy or budget.
             CloisterError: the site cannot take part.
         """
-        plan = from_json(request.plan)
+        plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
         demands.check_new(plan, request.run)
         base = checked_base(request)

@@ -61,7 +61,11 @@ class Guard:
         if sealed and not envelope.reply_key:
             raise SignatureError("key of the reply", expected="one, because others carry the reply")
         mark = self.state / _SERVED / run_id(envelope.run)
-        if mark.exists() or run_folder(self.state, envelope.run).exists():
+        known = mark.exists()
+        if not known and (known := run_folder(self.state, envelope.run).exists()):
+            with on_disk(mark):
+                mark.parent.mkdir(mode=0o700, exist_ok=True)
+        if known:
             _advance(mark, envelope.counter, hashlib.sha256(data).digest())
         return envelope
 
@@ -83,7 +87,6 @@ def _advance(path: Path, counter: int, digest: bytes) -> None:
         StorageError: the disk refuses.
     """
     with on_disk(path):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

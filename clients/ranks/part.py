@@ -177,7 +177,9 @@ class Part:
         span, dtype = command.spans[self._place.rank], np.dtype(command.dtype)
         masked = SharedVector(span.size, dtype)
         if span.size:
-            masked.array[:] = np.memmap(command.vector, dtype, "r")[span.start : span.stop]
+            masked.array[:] = np.memmap(
+                command.vector, dtype, "r", offset=span.start * dtype.itemsize, shape=(span.size,)
+            )
         of = vector_hash(masked.array)
         add, subtract = command.seeds.add, command.seeds.subtract
         masks.apply(masked.array, add, subtract, offset=span.start, threads=command.threads)

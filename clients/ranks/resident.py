@@ -26,6 +26,7 @@ from cloister.lm.training.train import Trainer
 from cloister.protocol.identity.roster import Roster, load_identity, load_roster
 from cloister.protocol.messages.messages import SumId
 from cloister.protocol.plan.plan import MeshSection, Plan
+from cloister.protocol.plan.soundness import from_json
 
 _MOST_PREPARED = 64  # sites whose sequences a process keeps mapped: each needs a few open files
 
@@ -60,7 +61,7 @@ class Resident:
     def __init__(self) -> None:
         self._rosters = lru_cache(maxsize=4)(lambda path, pinned: load_roster(Path(path)).pinned(pinned))
         self._identities = lru_cache(maxsize=4096)(load_identity)
-        self._plans: dict[bytes, Plan] = {}
+        self._plans = lru_cache(maxsize=4)(from_json)
         self._serves: object = None
         self._loaded: dict[object, Loaded] = {}
         self.opened: dict[Path, tuple[object, SumId, Attempts]] = {}
@@ -83,14 +84,13 @@ class Resident:
         """
         return self._identities(Path(path))
 
-    def plan(self, digest: bytes, read: Callable[[], Plan]) -> Plan:
-        """The plan with a digest, read and checked once in a process."""
-        if digest not in self._plans:
-            plan = read()
-            if len(self._plans) >= 4:
-                self._plans.clear()
-            self._plans[digest] = plan
-        return self._plans[digest]
+    def plan(self, text: str) -> Plan:
+        """The plan of a text in JSON, read and checked once in a process.
+
+        Raises:
+            PlanError: the text is no JSON, or the plan is not sound.
+        """
+        return self._plans(text)
 
     def load(
         self,

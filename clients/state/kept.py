@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,13 +30,14 @@ from cloister.protocol.messages.blocks import all_finite
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose, SumId
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import from_json
 
 ROUNDING_KEY = "rounding.key"
 """The file, in the state folder, of the secret from which a site's rounding follows, for each run apart."""
 DECLARED_ROUNDING = "rounding.declared"
 """The file, in a simulated site's state folder, of the key of its rounding in all runs."""
 _ROUNDING_KEY = 32  # bytes
+_SEALED = struct.Struct("<Q")
+"""The bytes of the JSON at the end of a kept vector."""
 
 
 @dataclass(frozen=True)
@@ -147,18 +149,17 @@ class Kept:
             return None
         return Membership(*(joined[name] for name in Membership._fields))
 
-    def recall(
-        self, run: str, digest: bytes, find: Callable[[bytes, Callable[[], Plan]], Plan]
-    ) -> tuple[Plan, bytes]:
+    def recall(self, run: str, digest: bytes, read: Callable[[str], Plan]) -> tuple[Plan, bytes]:
         """The plan that the site joined in a run, and the hash of its base model, which is empty if there is none.
 
         Args:
             run: Identity of the run.
             digest: Digest of the plan, as a message names it.
-            find: Finds a plan by its digest in memory, or reads it.
+            read: Reads a plan's text.
 
         Raises:
             PinnedError: the site has not joined that run, or has joined another plan in it.
+            StorageError: what it keeps is not that plan.
         """
         joined = self._read(run)
         if joined is None:
@@ -168,14 +169,10 @@ class Kept:
             raise PinnedError(
                 "digest of the plan", digest.hex(), expected=f"{named}, which was joined in this run"
             )
-
-        def read() -> Plan:
-            plan = from_json(text)
-            if plan.digest() != named:
-                raise StorageError(str(self._joined(run)), expected="the plan that this site has joined")
-            return plan
-
-        return find(digest, read), base_hash
+        plan = read(text)
+        if plan.digest() != named:
+            raise StorageError(str(self._joined(run)), expected="the plan that this site has joined")
+        return plan, base_hash
 
     def _joined(self, run: str) -> Path:
         return run_folder(self._state, run) / "joined.json"
@@ -240,8 +237,8 @@ class Kept:
     ) -> Written:
         """Keep what the site has made for a sum, and remove the same of other rounds of the run.
 
-        The ring integers are in one flat file, each piece at its offset; the facts and the manifest are in a second
-        file, which is written last, so that a vector is valid only if both agree.
+        One file has the ring integers, each piece at its offset, then the facts and the manifest in JSON, and the
+        number of bytes of that.
 
         Args:
             about: The sum.
@@ -258,16 +255,22 @@ class Kept:
         """
         folder = run_folder(self._state, about.run)
         path = _path(folder, about.purpose, about.round)
-        written: list[Written] = []
-        write_file(path, lambda temporary: written.append(write(temporary)), durable=durable)
-        entries = [[offset, size, digest.hex()] for offset, size, digest in written[0].manifest]
-        sealed = {"facts": dict(facts), "manifest": entries, "seconds": written[0].seconds}
-        write_bytes(path.with_suffix(".json"), json.dumps(sealed).encode(), durable=durable)
-        kept = (path, path.with_suffix(".json"))
+        done: list[Written] = []
+
+        def fill(temporary: Path) -> None:
+            done.append(written := write(temporary))
+            entries = [[offset, size, digest.hex()] for offset, size, digest in written.manifest]
+            sealed = json.dumps(
+                {"facts": dict(facts), "manifest": entries, "seconds": written.seconds}
+            ).encode()
+            with temporary.open("ab") as file:
+                file.write(sealed + _SEALED.pack(len(sealed)))
+
+        write_file(path, fill, durable=durable)
         for old in folder.glob(f"{_NAMES[about.purpose]}-*"):
-            if old not in kept:
+            if old != path:
                 old.unlink(missing_ok=True)
-        return written[0]
+        return done[0]
 
     def made(
         self, about: SumId, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike
@@ -287,7 +290,7 @@ class Kept:
         """
         path = _path(run_folder(self._state, about.run), about.purpose, about.round)
         try:
-            sealed = json.loads(path.with_suffix(".json").read_bytes())
+            sealed = json.loads(_sealed(path, length * np.dtype(dtype).itemsize))
             others = {name for name, value in facts.items() if sealed["facts"].get(name) != value}
             if others:
                 name = _NAMES[about.purpose]
@@ -299,9 +302,7 @@ class Kept:
             manifest = tuple(
                 (offset, size, bytes.fromhex(digest)) for offset, size, digest in sealed["manifest"]
             )
-            vector = np.memmap(path, dtype, "c")
-            if vector.shape != (length,):
-                return None
+            vector = np.memmap(path, dtype, "c", shape=(length,))
             spans = [np.asarray(vector[offset : offset + size]) for offset, size, _ in manifest]
             pieces = check_received(manifest, spans, length, dtype)
             # The process that made it may have been killed before it did.
@@ -344,7 +345,7 @@ def check_sent(what: str, vector: Vector, named: bytes) -> None:
 
 
 def update_path(folder: Path, round_number: int) -> Path:
-    """Where a site keeps its finished update of a round in the folder of the run; the facts are beside it, in JSON."""
+    """Where a site keeps its finished update of a round in the folder of the run."""
     return _path(folder, TRAIN, round_number)
 
 
@@ -353,6 +354,21 @@ _NAMES: dict[Purpose, str] = {TRAIN: "update", EVALUATE: "totals"}
 
 def _path(folder: Path, purpose: Purpose, round_number: int) -> Path:
     return folder / f"{_NAMES[purpose]}-{round_number:05d}.ring"
+
+
+def _sealed(path: Path, size: int) -> bytes:
+    """What follows the `size` bytes of a kept vector, without its length.
+
+    Raises:
+        ValueError: the file is not whole, or its vector has another size.
+    """
+    with path.open("rb") as file:
+        file.seek(-_SEALED.size, os.SEEK_END)
+        (length,) = _SEALED.unpack(file.read())
+        if file.tell() != size + length + _SEALED.size:
+            raise ValueError(f"{path}: not a kept vector of {size} bytes")
+        file.seek(size)
+        return file.read(length)
 
 
 def write_pieces(path: Path, pieces: list[Piece]) -> Written:

@@ -126,9 +126,8 @@ class Rounds:
 
     def of(self, site: Site, number: int) -> npt.NDArray[np.int64]:
         """What a site has sent in a round, without its masks."""
-        return self.integers(
-            np.fromfile(update_path(run_folder(site.config.folder, RUN), number), self.layout.ring.dtype)
-        )
+        path = update_path(run_folder(site.config.folder, RUN), number)
+        return self.integers(np.fromfile(path, self.layout.ring.dtype, self.layout.length))
 
     @property
     def layout(self) -> SumLayout:

@@ -34,7 +34,7 @@ from cloister.tests.tools.command import found, ran, refusal
 
 def tokens_of_update(path: Path, layout: SumLayout) -> int:
     """What a site has counted itself, in the tail of the vector that it keeps."""
-    vector = np.fromfile(path, layout.ring.dtype)
+    vector = np.fromfile(path, layout.ring.dtype, layout.length)
     return layout.ring.decode_counters(vector[layout.size :])[layout.names.index(TOKENS)]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.ranks.team import Team
@@ -137,8 +138,10 @@ def test_equal_updates_leave_as_equal_bytes_and_open_under_the_masks_of_ranks(
         )
         attack.sites[0] = open_site(federation, section, noise=lambda number, draw=noise: draw(f"{number}"))
         attack.carry_through(())
+        length = Sums(federation.plan, federation.layout.size).training.length
         updates = [
-            np.fromfile(path, np.uint32) for path in sorted(federation.folder.rglob("update-00001.ring"))
+            np.fromfile(path, np.uint32, length)
+            for path in sorted(federation.folder.rglob("update-00001.ring"))
         ]
         assert len(updates) == 4
         assert np.array_equal(attack.coordinator.sum(), np.sum(updates, axis=0, dtype=np.uint32))

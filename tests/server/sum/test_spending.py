@@ -488,7 +488,7 @@ def test_after_kill_9_every_release_has_a_charge_and_no_round_two(tmp_path: Path
             assert entries[: len(own.get(name, []))] == own.get(name, [])
             own[name] = entries
             paid = {(entry.charge.run, entry.charge.round) for entry in entries}
-            for kept in (sites / name / "state").glob("runs/*/update-*.json"):
+            for kept in (sites / name / "state").glob("runs/*/update-*.ring"):
                 of = {(run_id(run), number) for run, number in paid}
                 assert (kept.parent.name, int(kept.stem.split("-")[1])) in of, "a release without a charge"
                 released.add(name)
