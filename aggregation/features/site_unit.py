@@ -39,6 +39,7 @@ from cloister.aggregation.features.feature import (
 from cloister.aggregation.vector.average import WEIGHT, Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
+from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.protocol.errors import UpdateError
@@ -63,13 +64,15 @@ def layout(basis: Basis) -> SumLayout:
     plan, mechanism = basis.plan, mechanism_of(basis)
     bits, cohort = plan.aggregation.ring_bits, max(plan.summed())
     bound = mechanism.bound(Ring(bits, 1.0, cohort).levels)
-    # Without noise at the sites a value has at most `scale` steps, which is less than the ring's levels.
+    # Noise at the sites has no bound.
+    clipped = math.inf if mechanism.variance else rounded_l2(mechanism.scale, basis.parameters)
     return SumLayout(
         Ring(bits, bound, cohort),
         basis.parameters,
         (Counter(WEIGHT, 1, 1),),
         extra=mechanism.size - basis.parameters,
         most_extra=mechanism.count_step,
+        most_norm=clipped,
     )
 
 

@@ -29,11 +29,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter as Counters
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,10 @@ from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
 from cloister.aggregation.vector.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import UpdateError
-from cloister.protocol.messages.blocks import Span, cut
+from cloister.protocol.messages.blocks import BLOCK, Span, cut
 
+_ROUNDED = 1 + 1e-9
+"""Of the norm, which is a sum of floats."""
 WEIGHT = "weight"
 CLIPPED = "clipped"
 
@@ -88,6 +90,7 @@ class SumLayout:
         extra: Values that a mechanism sums beside the update, coded as the update is.
         most_extra: Most steps of such a value of one site, in either direction, without noise.
         blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
+        most_norm: Largest L2 norm of the update's integers, without noise; infinite: they have only a bound each.
     """
 
     ring: Ring
@@ -97,6 +100,7 @@ class SumLayout:
     extra: int = 0
     most_extra: int = 0
     blocks: BlockCode | None = None
+    most_norm: float = math.inf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,14 +189,15 @@ class SumLayout:
         """Check one site's vector in clear, and return its counters.
 
         An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
-        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. In clear no site
-        adds unit `site`'s noise, which may take a value beyond.
+        that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. In clear no site adds
+        unit `site`'s noise, so the norm of its integers is that of a clipped update.
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
 
         Raises:
-            UpdateError: the pieces have another type or do not tile it, or a counter or a value is out of range.
+            UpdateError: the pieces have another type or do not tile it, or a counter, a value or the norm is out of
+                range.
         """
         check_pieces(pieces, self.length, self.ring.dtype)
         counters = self.counted(_tail(self, pieces), 1)
@@ -201,16 +206,29 @@ class SumLayout:
             most = min(levels, -(-levels * counters[WEIGHT] // self.heaviest) + 1)
         self._check_steps(pieces, "a value of the update", 0, self.size, most)
         self._check_steps(pieces, "a value beside the update", self.size, self.extra, self.most_extra)
+        if math.isfinite(self.most_norm):
+            blocks = (part.astype(np.float64) for part in self._signed(pieces, 0, self.size))
+            norm = math.sqrt(sum(float(part @ part) for part in blocks))
+            if norm > self.most_norm * _ROUNDED:
+                raise UpdateError(
+                    "norm of the update, in steps", norm, expected=f"at most {self.most_norm:.6g}"
+                )
         return counters
 
     def _check_steps(self, pieces: Sequence[Piece], what: str, begin: int, size: int, most: int) -> None:
-        for offset, vector in pieces:
-            start = max(0, begin - offset)
-            steps = vector[start : max(start, begin + size - offset)].view(self.ring.signed_dtype)
-            for furthest in (int(steps.min()), int(steps.max())) if steps.size else ():
+        for steps in self._signed(pieces, begin, size):
+            for furthest in (int(steps.min()), int(steps.max())):
                 if abs(furthest) > most:
                     expected = f"at most {most} in either direction"
                     raise UpdateError(f"steps of {what}", furthest, expected=expected)
+
+    def _signed(self, pieces: Sequence[Piece], begin: int, size: int) -> Iterator[npt.NDArray[Any]]:
+        """The elements [begin, begin + size) as signed numbers, in parts that are not empty."""
+        for offset, vector in pieces:
+            start = max(0, begin - offset)
+            signed = vector[start : max(start, begin + size - offset)].view(self.ring.signed_dtype)
+            for at in range(0, signed.size, BLOCK):
+                yield signed[at : at + BLOCK]
 
     def open(self, total: RingVector, sites: int, bounds: Floats | None = None) -> Opened:
         """Check a finished sum, which is decoded when its mean is asked for.

@@ -179,9 +179,11 @@ def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
         runs = "1 run" if spent.runs == 1 else f"{spent.runs:,} runs"
         ledger = f"{runs} on {folder.plan.simulation.dataset!r} in {folder.plan.simulation.ledger}"
         console.say(f"epsilon   {at_most(spent.epsilon)} at delta {spent.delta:g} for the {ledger};")
-        console.say(
-            "          if losses decided how many rounds there were, the search costs the price above"
-        )
+        limit = folder.plan.simulation.greatest_epsilon
+        most = "the price above, if no trial trained a round again after a crash"
+        if limit is not None:
+            most = f"at most {limit:g}, the limit of that ledger"
+        console.say(f"          if losses decided how many rounds there were, it is {most}")
 
 
 def _say_how_to_continue(console: PipedConsole, folder: SearchFolder) -> None:

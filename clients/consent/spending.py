@@ -60,10 +60,7 @@ class Spending:
         budget = None
         if policy is not None and policy.greatest_epsilon is not None:
             budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
-        most = terms.budget
-        if most is None:  # the whole plan, with room for updates that were lost in crashes
-            most = terms.epsilon(rounds + plan.cohort.attempts)
-
+        most = terms.allowed(rounds, plan.cohort.attempts)
         rounds_paid = [entry.charge.round for entry in self._ledger.entries(run)]
         if round_number < (newest := max(rounds_paid, default=0)):
             raise StaleError(

@@ -51,6 +51,15 @@ class Terms:
         """Epsilon of a site that took part in `rounds` rounds."""
         return epsilon_of(self.events(rounds), self.delta, self.accountant)
 
+    def allowed(self, rounds: int, again: int) -> float:
+        """Largest epsilon of a site in a run: the budget; without one, that of all its rounds and some more.
+
+        Args:
+            rounds: Rounds of the plan in which the site takes part.
+            again: How often it may train again an update that a crash has lost.
+        """
+        return self.epsilon(rounds + again) if self.budget is None else self.budget
+
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
     """The privacy of `plan`, whose updates have `dimension` coordinates; None if it has no privacy unit.

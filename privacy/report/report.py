@@ -58,8 +58,6 @@ class SiteRow(_Strict):
     """The site's name."""
     rounds: Count
     """Rounds in which it took part."""
-    steps: Count
-    """Local steps that it took, including those in rounds that were given up."""
     epsilon: NonNegative | None
     """Epsilon of this run for the units of this site; None without a guarantee."""
     notes: str = ""
@@ -258,8 +256,9 @@ class RunReport(_Strict):
     """How exposed the data is before anything is released."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
-    planned: NonNegative | None = None
-    """Epsilon of all rounds of the plan; None: it is not known, or not finite."""
+    allowed: NonNegative | None = None
+    """Largest epsilon of a site that the plan allows in the run (`Terms.allowed`); None: it is not known, or not
+    finite."""
     federation: Count = 0
     """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1

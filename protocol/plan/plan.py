@@ -416,9 +416,13 @@ class AggregationSection(Section):
     ring_bits: Annotated[Literal[8, 16, 32], Only("aggregation.compression", but=(None,), when=(8,))] = 32
     """Updates are summed as integers modulo 2^ring_bits. With one bound for all values, 8 bits would round most
     of them to noise."""
-    bound: Clip = 1.0
-    """Largest absolute change of one parameter in one round; larger changes are clipped and counted. With `compression`
-    this is the largest bound of a block."""
+    bound: Annotated[
+        Clip,
+        Only("privacy.unit", but=("site",), fix="set privacy.clip, the bound on the norm of a whole update"),
+    ] = 1.0
+    """Largest absolute change of one parameter in one round; larger changes are clipped, and counted if there is no
+    privacy unit. With `compression` this is the largest bound of a block. With unit `site` there is none but
+    `privacy.clip`."""
     compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
     part: Annotated[Fraction, _UNCORRELATED] = 1.0

@@ -114,7 +114,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         declared_noise=terms is not None and plan.simulation.noise_seed is not None,
         rounds=_rounds(files, history, account),
         sites=_site_rows(files, plan, history, account),
-        planned=None if terms is None else _finite(terms.epsilon(plan.run.rounds)),
+        allowed=None if terms is None else _finite(terms.allowed(plan.run.rounds, plan.cohort.attempts)),
         federation=plan.cohort.sites,
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
         trusted=claims.PROSE.said("trusted", plan, history.simulated),
@@ -501,7 +501,6 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
             SiteRow(
                 name=name,
                 rounds=len(rounds),
-                steps=len(rounds) * plan.local.steps,
                 epsilon=account.sites.get(name, 0.0 if account.charged is not None else None),
                 notes=" ".join(notes),
             )

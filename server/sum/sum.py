@@ -15,8 +15,8 @@ The steps have the same numbers as in `round.py`. An evaluation at the sites is 
    opened.
 7. Charge the ledger; then open: remove the masks from the accumulator and decode it.
 
-Without the secure sum only 1, 4 and 7 remain, and the decoded sum is the same to the last bit. In an asynchronous round
-step 4 ends when the buffer is full (`buffered.py`).
+Without the secure sum only 1, 4 and 7 remain, and the decoded sum of the same updates is the same to the last bit.
+In an asynchronous round step 4 ends when the buffer is full (`buffered.py`).
 
 What each of the steps 2 to 6 ends with is kept, synced, before a request that depends on it is sent (`attempt.py`).
 Each has a deadline of its own, which begins with its requests: the plan's for step 4, a quarter of it for the others.

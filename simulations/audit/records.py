@@ -121,7 +121,8 @@ class RecordGame:
         terms = self.terms
         m = self._canaries(canaries)
         each = min(self.plan.local.steps, steps or self.plan.local.steps)
-        rounds_played = min(rounds, (steps or rounds * each) // each)
+        # More may be charged than the plan has rounds: updates that were made again after a crash.
+        rounds_played = min(rounds, self.plan.run.rounds, (steps or rounds * each) // each)
         taken = rounds_played * each
         k, at_half_noise = self._rehearsed(m, taken, confidence)
         included = coins().child("coins").generator().random(m) < 0.5

@@ -1,9 +1,9 @@
 """What a search costs under a privacy unit: its trials are ordinary runs on one dataset, and their costs compose.
 
 Each trial charges the ledger over runs (`privacy/ledger/dataset.py`): that of the plan, or one in the search's folder.
-So a search may choose a trial by the losses of earlier ones, end it early, and show every score: the price holds
-against everybody. Refused: the best of a secret number of trials (Papernot and Steinke 2022), which costs less only
-against those who see no other trial, no time and no load of a processor.
+So a search may choose a trial by the losses of earlier ones, end it early, and show every score: the price, which is a
+limit of the search's own ledger, holds against everybody. Refused: the best of a secret number of trials (Papernot and
+Steinke 2022), which costs less only against those who see no other trial, no time and no load of a processor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cloister.privacy.accounting.accountant import Spent, mechanism, over_runs, 
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.events import Event, to_json
+from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import BudgetError, PlanError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed
@@ -26,6 +27,8 @@ from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_
 
 _PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps")
 """What the fields begin with that can change the cost, perhaps only together with others."""
+_ROUNDING = 1e-6
+"""The ledger composes the same charges in another order."""
 LEDGER = "ledger.sqlite"
 """The ledger over runs in the folder of a search whose plan names none."""
 
@@ -68,6 +71,20 @@ def charged_plan(plan: Plan, folder: Path) -> Plan:
     budget = privacy.budget or privacy.target_epsilon
     limit = {} if budget is None else {"greatest_epsilon": budget}
     return changed(plan, {f"simulation.{name}": value for name, value in {**names, **limit}.items()})
+
+
+def limited(plan: Plan, price: Price, own: bool) -> Plan:
+    """A plan whose trials together cost at most the price, also where they train updates again after crashes.
+
+    Args:
+        plan: A plan that `charged_plan` returned.
+        price: Its price.
+        own: Whether the ledger over runs is the search's own; the limit of another one is its owner's.
+    """
+    if not own or plan.simulation.greatest_epsilon is not None or not math.isfinite(price.epsilon):
+        return plan
+    shown = float(at_most(price.epsilon * (1 + _ROUNDING)))
+    return changed(plan, {"simulation.greatest_epsilon": shown})
 
 
 def price_of(plan: Plan, search: Search) -> Price | None:

@@ -26,7 +26,7 @@ from cloister.server.record.history import reached, run_history
 from cloister.server.record.journal import DONE
 from cloister.server.record.outcome import outcome, remove_secrets
 from cloister.simulations.search import search as searches
-from cloister.simulations.search.price import charged_plan, check_price, price_of
+from cloister.simulations.search.price import charged_plan, check_price, limited, price_of
 from cloister.simulations.search.search import Search
 from cloister.simulations.search.study import State, Study, Trial, stored
 from cloister.simulations.search.trials import Engine, Processes
@@ -66,9 +66,11 @@ class SearchFolder(Closing):
             RunFolderError: it is not new or empty, or cannot be made.
             StorageError: it cannot be written.
         """
+        own = not plan.simulation.ledger
         plan = charged_plan(plan, path)
         if (price := price_of(plan, search)) is not None:
             check_price(plan, price)
+            plan = limited(plan, price, own)
         make_folder(path, "search.json", "search", lambda: f"cloister tune --again {path}")
         lock = locked(path, "search")
         facts = {"plan": json.loads(plan.to_json()), "search": search.model_dump(mode="json")}

@@ -7,6 +7,7 @@ from cloister.aggregation.features.in_clear import TOKENS
 from cloister.aggregation.features.site_unit import mechanism_of
 from cloister.aggregation.sums import CORRECT, Sums
 from cloister.aggregation.vector.average import WEIGHT, PlainSum
+from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.parties.federation import CENTRAL, tiny
@@ -40,23 +41,29 @@ ADAPTIVE = ["privacy.adaptive={}"]
 
 @pytest.mark.parametrize("adaptive", [[], ADAPTIVE], ids=["fixed", "adaptive"])
 def test_values_of_unit_site_are_checked_in_clear(adaptive: list[str]) -> None:
-    """The largest value of an honest site, scale, is within the ring's levels, and its count is one step."""
+    """The norm of an honest site's integers is that of a clipped update, rounded, and its count is one step."""
     sums = Sums(tiny(*CENTRAL, *adaptive), 7)
     layout, mechanism = sums.training, mechanism_of(sums)
     assert layout.extra == len(adaptive)
     assert mechanism.scale <= layout.ring.levels
 
-    def add(value: int, count: int) -> None:
-        update = np.full(7, value, np.int32).view(np.uint32)
+    def add(values: list[int], count: int) -> None:
+        update = np.array(values + [0] * (7 - len(values)), np.int32).view(np.uint32)
         tail = layout.tail({WEIGHT: 1}, [count] * layout.extra)
         PlainSum(layout).add([(0, np.concatenate([update, tail]))])
 
     most, step = int(mechanism.scale), mechanism.count_step
+    norm = int(rounded_l2(mechanism.scale, 7))
+    assert most <= norm < 1.1 * most < layout.ring.levels / 2
     for sign in (1, -1):
-        add(sign * most, sign * step)
+        add([sign * most], sign * step)
+        add([0, sign * norm], 0)
+        for further in ([sign * (norm + 1)], [0, sign * most, most // 2], [sign * most // 2] * 7):
+            with raises(UpdateError, "norm of the update, in steps"):
+                add(further, 0)
         with raises(UpdateError, "steps of a value of the update"):
-            add(sign * (layout.ring.levels + 1), 0)
+            add([sign * (layout.ring.levels + 1)], 0)
         for beyond in (step + 1, 2**30):
             if adaptive:
                 with raises(UpdateError, "steps of a value beside the update"):
-                    add(0, sign * beyond)
+                    add([], sign * beyond)

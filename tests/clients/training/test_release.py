@@ -234,7 +234,9 @@ def code_of(kind: str, size: int, bits: int) -> Code:
     if kind == "weighted":
         changes += ["aggregation.weighting=tokens", "aggregation.bound=0.02"]
     else:
-        changes += ["aggregation.weighting=uniform", "aggregation.bound=0.02"]
+        changes += ["aggregation.weighting=uniform"]
+    if kind in ("none", "record"):
+        changes += ["aggregation.bound=0.02"]
     if kind == "record":
         changes += [
             *SITE[1:2],

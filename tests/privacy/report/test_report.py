@@ -91,7 +91,6 @@ def realistic(*, site: str = SITES[0], **changes: Any) -> RunReport:
             SiteRow(
                 name,
                 11 if at == 3 else 12,
-                55 if at == 3 else 60,
                 1.61 if at == 3 else 1.6795,
                 notes.get(at, ""),
             )
@@ -205,7 +204,7 @@ def test_epsilon_is_claimed_up_to_ten_and_a_guess_may_then_be_all_but_certain() 
 
 @pytest.mark.parametrize("count", [49, 101, 120, 4999])  # 49 * (1 / 49) is below 1 in float64
 def test_a_delta_that_a_run_which_publishes_one_site_would_meet_is_not_claimed(count: int) -> None:
-    sites = tuple(SiteRow(f"site-{at:03d}", 1, 5, 1.0) for at in range(count))
+    sites = tuple(SiteRow(f"site-{at:03d}", 1, 1.0) for at in range(count))
     met = realistic(unit="site", sites=sites, delta=1 / count)
     assert not verdict(met).holds
     few = dataclasses.replace(met, sites=sites[:40])  # the others took no part
@@ -233,7 +232,7 @@ def test_without_the_guard_a_broken_ledger_would_be_signed(monkeypatch: pytest.M
 def test_a_claim_below_what_was_spent_cannot_be_made() -> None:
     with raises(CloisterError, "epsilon", says="1.56 of round 11"):
         realistic(epsilon=1.5)
-    sites = (SiteRow("far", 1, 1, 1.68),)
+    sites = (SiteRow("far", 1, 1.68),)
     with raises(CloisterError, "epsilon", says="1.68 of site far"):
         realistic(sites=sites)
     with raises(CloisterError, "epsilon", says="unit is 'none'"):

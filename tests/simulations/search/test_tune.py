@@ -25,7 +25,7 @@ from cloister.privacy.ledger.ledger import read_history
 from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, from_json, to_json
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import verdict
-from cloister.protocol.errors import RunFolderError, SearchError
+from cloister.protocol.errors import BudgetError, RunFolderError, SearchError
 from cloister.protocol.machine.storage import lock
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed, load, parse
@@ -498,6 +498,24 @@ def test_a_search_costs_at_most_the_budget(
     charged = charged_plan(plan, out).simulation
     assert (charged.ledger, charged.greatest_epsilon) == (str(out / "ledger.sqlite"), limit)
     assert charged_plan(load(private), out) == load(private)
+
+
+def test_the_price_is_the_limit_of_the_searchs_own_ledger(private: Path, tmp_path: Path) -> None:
+    """All rounds of all trials are paid, and no round is made again beyond them, as after crashes."""
+    search = searches.load_search(write_search(tmp_path, f'sampler = "random"\ntrials = 3\n{RANGE}'))
+    plan = load(private, ["simulation.ledger=", "simulation.dataset="])
+    with SearchFolder.create(tmp_path / "out", plan, search) as folder:
+        assert folder.plan.simulation.greatest_epsilon == float(at_most(composed(rounds=6)))
+        ledger = DatasetLedger(folder.plan)
+    ledger.create()
+    for trial, number in itertools.product("abc", (1, 2)):
+        ledger.pay(trial, number, "site-000", 0, [ONE])
+    what = f"epsilon of {ledger.dataset} with update, per one text of round 2 of c"
+    with raises(BudgetError, what):
+        ledger.pay("c", 2, "site-000", 1, [ONE])
+    assert sum(charges(ledger.path).values()) == 6
+    with SearchFolder.create(tmp_path / "named", load(private), search) as folder:
+        assert folder.plan.simulation.greatest_epsilon is None, "another ledger's limit is its owner's"
 
 
 def test_a_search_costs_at_most_what_the_ledger_has_left(
