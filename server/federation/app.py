@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from cloister.protocol.errors import SecureSumError
@@ -22,6 +24,10 @@ _GREETING_S = 120.0
 """Seconds after which a node that has not told its site's name is asked again."""
 _POLL_S = 0.1
 """Seconds between two pulls from a grid that cannot wait."""
+_AGAIN_S = 1.0
+"""Seconds after which a request to a site that was away is sent again."""
+_AWAY = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+"""What Flower says of a node that has ended, or begins, and not of what its app has done."""
 
 
 class GridChannel:
@@ -60,24 +66,24 @@ class GridChannel:
     ) -> Iterator[tuple[int, Reply | Failure]]:
         """As `Streaming.stream`, otherwise as `ask`."""
         waiting: dict[str, _Asked] = {}
+        away: list[_Asked] = []
         try:
             while True:
                 if batch := requests():
-                    until = time.monotonic() + deadline_s
-                    messages, signed = self._messages(batch, deadline_s, group)
-                    ids = self._grid.push_messages(messages)
-                    asked = (_Asked(node, signed[node], until) for node in batch)
-                    waiting |= dict(zip(ids, asked, strict=True))
-                if not waiting:
+                    self._push(waiting, self._asked(batch, time.monotonic() + deadline_s, group))
+                self._push(waiting, self._returned(away))
+                if not waiting and not away:
                     return
-                replies = list(self._grid.pull_messages(list(waiting)))
+                replies = list(self._grid.pull_messages(list(waiting))) if waiting else []
                 if not replies:
-                    for node in self._wait(waiting):
+                    for node in self._wait(waiting, away):
                         yield node, Failure(f"node {node}", f"timeout: no answer within {deadline_s:g} s")
                 while replies:  # each is dropped before the next: its vectors are mapped
                     message = replies.pop(0)
                     of = waiting.pop(message.metadata.reply_to_message_id, None)
-                    if of is not None:
+                    if of is not None and self._is_away(message):
+                        away.append(of)
+                    elif of is not None:
                         yield of.node, self._reply(of, message)
                     del message
         finally:
@@ -85,35 +91,54 @@ class GridChannel:
             if isinstance(self._grid, Carrier):
                 self._grid.cancel(list(waiting))
 
-    def _wait(self, waiting: dict[str, _Asked]) -> list[int]:
+    def _wait(self, waiting: dict[str, _Asked], away: list[_Asked]) -> list[int]:
         """Wait for a reply; the nodes that are late, which are dropped, where the grid ends no request itself."""
         if isinstance(self._grid, Carrier):
             self._grid.wait()
             return []
-        late = {id: of.node for id, of in waiting.items() if time.monotonic() >= of.until}
-        for id in late:
+        now = time.monotonic()
+        late = [of.node for of in (*waiting.values(), *away) if now >= of.until]
+        for id in [id for id, of in waiting.items() if of.node in late]:
             del waiting[id]
+        away[:] = [of for of in away if of.node not in late]
         if not late:
             time.sleep(_POLL_S)  # Flower's own grids have no call that waits
-        return list(late.values())
+        return late
 
-    def _messages(
-        self, requests: Mapping[int, Request], deadline_s: float, group: str
-    ) -> tuple[list[Message], dict[int, bytes]]:
-        """A message of each request, and their envelopes; what several nodes get is encoded and hashed once."""
+    def _is_away(self, reply: Message) -> bool:
+        """Whether a request is to be sent again when its site is back."""
+        return False
+
+    def _returned(self, away: list[_Asked]) -> list[_Asked]:
+        """Those that are sent again now, which are dropped from the list."""
+        return []
+
+    def _place(self, node: int) -> int:
+        """The node of the grid at which the site with a node's name is now."""
+        return node
+
+    def _asked(self, requests: Mapping[int, Request], until: float, group: str) -> list[_Asked]:
+        """Requests as they are sent; what several nodes get is encoded and hashed once."""
         live = {id(each): self._records[id(each)] for each in requests.values() if id(each) in self._records}
         views: dict[int, Array] = {}
-        ttl = deadline_s + (0 if isinstance(self._grid, Carrier) else _GRACE_S)
-        messages, signed = [], {}
+        asked = []
         for node, request in requests.items():
             if id(request) not in live:
                 live[id(request)] = _encoded(request, views)
             each = live[id(request)]
-            signed[node] = self._sender.envelope(self._names[node], each.body)
-            content = RecordDict({"frames": each.record, "envelope": ConfigRecord({"signed": signed[node]})})
-            messages.append(Message(content, node, "query", ttl=ttl, group_id=group))
+            envelope = self._sender.envelope(self._names[node], each.body)
+            asked.append(_Asked(node, each.record, envelope, until, group))
         self._records = live
-        return messages, signed
+        return asked
+
+    def _push(self, waiting: dict[str, _Asked], asked: Sequence[_Asked]) -> None:
+        grace, messages = 0.0 if isinstance(self._grid, Carrier) else _GRACE_S, []
+        for each in asked:
+            content = RecordDict({"frames": each.record, "envelope": ConfigRecord({"signed": each.envelope})})
+            ttl = max(0.0, each.until - time.monotonic()) + grace
+            messages.append(Message(content, self._place(each.node), "query", ttl=ttl, group_id=each.group))
+        if messages:
+            waiting |= dict(zip(self._grid.push_messages(messages), asked, strict=True))
 
     def _reply(self, of: _Asked, message: Message) -> Reply | Failure:
         node, name = of.node, self._names[of.node]
@@ -140,6 +165,9 @@ class MeetingChannel(GridChannel):
     """A channel over a grid that does not know whose its nodes are: each is asked for its site's name first.
 
     What a node says is not proved: it decides only for whom a request to it is signed, and no other site serves that.
+    A process that starts again is another node of Flower's. The node whose reply was first signed by a site stands for
+    the site from then on; where it has ended, its requests go to a node that says that it is that site, until their
+    deadline.
 
     Args:
         grid: Flower's grid.
@@ -154,11 +182,48 @@ class MeetingChannel(GridChannel):
         self._greeted: dict[int, float] = {}
         """By node without a name, when it was asked last."""
         self._unanswered: dict[str, int] = {}
+        self._homes: dict[str, int] = {}
+        """By site that has signed a reply, the node that stands for it."""
+        self._places: dict[int, int] = {}
+        """By such a node that has ended, the node that gets its requests."""
+        self._turns = Counter[int]()
+        """How often a node has got requests of another one: one that lies about its name is not asked alone."""
 
     def nodes(self) -> Sequence[int]:
         """The nodes of sites that have told their names."""
         self.meet(0, 0)
-        return super().nodes()
+        return list(dict.fromkeys(self._homes.get(self._met[node], node) for node in super().nodes()))
+
+    def _reply(self, of: _Asked, message: Message) -> Reply | Failure:
+        reply = super()._reply(of, message)
+        if isinstance(reply, Failure):  # perhaps of a node that lies about its name: another one may be next
+            self._places.pop(of.node, None)
+        else:
+            self._homes.setdefault(self._met[of.node], of.node)
+        return reply
+
+    def _is_away(self, reply: Message) -> bool:
+        return reply.has_error() and reply.error.code in _AWAY
+
+    def _place(self, node: int) -> int:
+        return self._places.get(node, node)
+
+    def _returned(self, away: list[_Asked]) -> list[_Asked]:
+        now, found = time.monotonic(), list[_Asked]()
+        if all(now < of.again for of in away):
+            return found
+        self.meet(0, 0)
+        live = set(self._grid.get_node_ids())
+        for of in away:
+            of.again = now + _AGAIN_S
+            named = [node for node in live if self._met.get(node) == self._met[of.node]]
+            if self._place(of.node) not in live and named:
+                self._places[of.node] = place = min(named, key=lambda node: self._turns[node])
+                self._turns[place] += 1
+            if self._place(of.node) in live:
+                found.append(of)
+        away[:] = [of for of in away if of not in found]
+        return found
 
     def meet(self, sites: int, timeout_s: float) -> int:
         """Wait until so many sites have told their names; returns how many have, also when the time is over."""
@@ -197,14 +262,18 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
     return app
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Asked:
     """A request that waits for its reply."""
 
     node: int
+    record: ArrayRecord
     envelope: bytes
     until: float
     """Its deadline, on the monotonic clock."""
+    group: str
+    again: float = 0.0
+    """When it may be sent again, on the same clock."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class Flower:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = f"127.0.0.1:{free_port()}"
+        self.nodes: dict[str, ExitStack] = {}
+        """By site, what ends its SuperNode."""
         home = folder / "home"
         home.mkdir(parents=True)
         settings = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\ninsecure = true\n'
@@ -107,6 +109,12 @@ class Flower:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
         }
+
+    def supernode(self, parties: RunFiles, name: str) -> AbstractContextManager[None]:
+        """The SuperNode of a site."""
+        node = ("--superlink", self.address, "--port", str(free_port()))
+        config = ("--node-config", f'site="{parties.sites.config(name)}"')
+        return self.started("flower-supernode", *node, *config, name=name)
 
     @contextmanager
     def started(self, program: str, *arguments: str, name: str = "") -> Iterator[None]:
@@ -164,9 +172,8 @@ def flower(parties: RunFiles, tmp_path: Path) -> Iterator[Flower]:
         arguments = ("--port", port, "--disable-runtime-dependency-installation")
         opened.enter_context(made.started("flower-superlink", *arguments))
         for name in parties.sites.names():
-            node = ("--superlink", made.address, "--port", str(free_port()))
-            config = ("--node-config", f'site="{parties.sites.config(name)}"')
-            opened.enter_context(made.started("flower-supernode", *node, *config, name=name))
+            made.nodes[name] = opened.enter_context(ExitStack())
+            made.nodes[name].enter_context(made.supernode(parties, name))
         yield made
 
 
@@ -190,6 +197,29 @@ def test_a_bundle_ends_with_the_weights_of_a_simulation_and_strangers_move_nothi
     )
     assert state(parties.sites.path) == before
     assert next_start(run) == 2
+
+
+def test_a_supernode_that_starts_again_takes_part_again(
+    small_plan: Path, tmp_path: Path, parties: RunFiles, flower: Flower, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another node of Flower's, and the same site: no round is lost, and the weights are those of a simulation."""
+    chosen = (str(small_plan), *set_options((*SETTINGS, "run.rounds=3", "cohort.deadline_s=600")))
+    simulated = found(capsys, "simulate", *chosen, "--out", str(tmp_path / "simulated"), "--workers", "1")
+    bundle, federation = tmp_path / "bundle", parties.federation
+    found(capsys, "flower", "bundle", str(federation), *chosen, "--out", str(bundle))
+    run, killed = RunFiles(federation / "runs" / "tiny"), list[str]()
+
+    def done() -> bool:
+        if not killed and run.journal.exists() and run_history(run).done:
+            killed.append("site-000")
+            flower.nodes["site-000"].close()
+            flower.nodes["site-000"].enter_context(flower.supernode(parties, "site-000"))
+        return reached(run, FINISHED)
+
+    flower.run(bundle, done)
+    assert killed
+    assert sorted(run_history(run).done) == [1, 2, 3]
+    assert run.metrics()[-1]["params_sha256"] == simulated["params_sha256"]
 
 
 def attacked(
