@@ -615,7 +615,9 @@ class Door(Closing):
             await _write(context, pb.ToSite(founded=founded))
             reveal = _said(await _read(context), "reveal").reveal
             seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
-            name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
+            name = self._enrolments.reveal(
+                commit.commitment, seen, reveal.signature, address, self._federation()
+            )
         except BaseException:
             self._enrolments.failed += 1
             raise
