@@ -347,7 +347,8 @@ def _join(arguments: argparse.Namespace) -> int:
     request, _ = make_request(folder, name, arguments.contact, datetime.datetime.now(datetime.UTC).date())
     settings = folder / "site.toml"
     if not read_config(settings).federation:
-        joining = enrol(arguments.address, request)
+        identity = load_identity(folder / "identity.pem")
+        joining = enrol(arguments.address, request, identity)
         lines = (
             f"identity     {folder / 'identity.pem'}: secret; keep a backup: it cannot be made again",
             f"settings     {settings} and policy.toml: fill them in; above all `data`",
@@ -357,7 +358,6 @@ def _join(arguments: argparse.Namespace) -> int:
             "Waiting for the coordinator. After Ctrl-C the same command goes on, with another code.\n",
         )
         print("\n".join(lines), flush=True)
-        identity = load_identity(folder / "identity.pem")
         federation = wait_for_approval(joining, name, identity, lambda line: print(line, flush=True))
         _, installed = _agreed(folder, federation, told, "what the coordinator has sent")
         print(f"\ninstalled    {installed}", flush=True)

@@ -43,12 +43,13 @@ class Enrolment:
     """What the person tells the coordinator."""
 
 
-def enrol(address: str, request: Request) -> Enrolment:
+def enrol(address: str, request: Request, identity: Ed25519PrivateKey) -> Enrolment:
     """Ask at a door to become a site.
 
     Args:
         address: HOST:PORT of the door.
         request: The site's request.
+        identity: The key of the request.
 
     Raises:
         ConnectionFailedError: no door can be reached there.
@@ -77,7 +78,10 @@ def enrol(address: str, request: Request) -> Enrolment:
                 raise UntrustedError(
                     f"certificate of {address}", expected="one of the authority that the server names"
                 )
-            call.say(reveal=pb.Reveal(request=document, nonce=nonce))  # 4
+            named = Entrance(founded.name, founded.address, founded.authority)
+            exchange = Exchange(document, Nonces(nonce, founded.nonce), named, certificate)
+            signature = exchange.sign(identity)
+            call.say(reveal=pb.Reveal(request=document, nonce=nonce, signature=signature))  # 4
             call.hear("waiting")
     except UntrustedError as error:
         host, names = host_of(address), names_of(shown)
@@ -95,9 +99,7 @@ def enrol(address: str, request: Request) -> Enrolment:
             expected="the one that the server showed first, for this host",
             fix="run the command again; if it repeats, a device is between: use cloister site request",
         ) from error
-    named = Entrance(founded.name, founded.address, founded.authority)
-    code = Exchange(document, Nonces(nonce, founded.nonce), named, certificate).code  # 5
-    return Enrolment(Entrance(founded.name, address, founded.authority), code)
+    return Enrolment(Entrance(founded.name, address, founded.authority), exchange.code)  # 5
 
 
 def following(

@@ -43,9 +43,6 @@ class Guard:
     def admit(self, data: bytes, frames: Sequence[Buffer], *, sealed: bool = False) -> Envelope:
         """Check a request's envelope, before anything of the request is decoded, and mark it as served.
 
-        A run that the site has not joined has no folder, and nothing is marked: its join can be sent again, and takes a
-        consent that is free. The mark stays when the folder is removed.
-
         Args:
             data: The envelope.
             frames: The request.
@@ -60,6 +57,23 @@ class Guard:
         envelope = self.check(data, frames)
         if sealed and not envelope.reply_key:
             raise SignatureError("key of the reply", expected="one, because others carry the reply")
+        self.mark(envelope, data)
+        return envelope
+
+    def mark(self, envelope: Envelope, data: bytes) -> None:
+        """Mark a request as served; again once it has joined the site to its run.
+
+        A run that the site has not joined has no folder, and nothing is marked: its join can be sent again, and takes a
+        consent that is free. The mark stays when the folder is removed. A process that is killed between join and mark
+        leaves none before the next request.
+
+        Args:
+            envelope: What was verified.
+            data: It, as it came.
+
+        Raises:
+            StaleError, StorageError: as `admit`.
+        """
         mark = self.state / _SERVED / run_id(envelope.run)
         known = mark.exists()
         if not known and (known := run_folder(self.state, envelope.run).exists()):
@@ -67,7 +81,6 @@ class Guard:
                 mark.parent.mkdir(mode=0o700, exist_ok=True)
         if known:
             _advance(mark, envelope.counter, hashlib.sha256(data).digest())
-        return envelope
 
     def sealed(self, envelope: Envelope, data: bytes, frames: Sequence[Buffer]) -> Sequence[Buffer]:
         """The frames of a reply as they leave: sealed, if the envelope wants it."""

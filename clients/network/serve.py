@@ -13,7 +13,7 @@ from typing import Protocol
 from cloister.clients.network.guard import Guard
 from cloister.protocol.errors import BudgetError, CloisterError, PolicyError, SecureSumError, StaleError
 from cloister.protocol.messages.envelope import Envelope
-from cloister.protocol.messages.messages import Failed, Join, Refused, Reply, Request
+from cloister.protocol.messages.messages import Failed, Join, Joined, Refused, Reply, Request
 from cloister.protocol.messages.refusal import printable
 from cloister.protocol.messages.wire import Buffer, decode_request, encode
 
@@ -84,12 +84,17 @@ def serve(
         admitted.append((site.guard, site.guard.admit(signed, frames, sealed=sealed)))
         return site
 
-    def check(request: Request) -> None:
-        run, named = admitted[0][1].run, _about(request)["run"]
+    def answer(site: Served, request: Request) -> Reply:
+        guard, envelope = admitted[0]
+        run, named = envelope.run, _about(request)["run"]
         if run != named:
             raise StaleError("run of the request", str(named), expected=f"{run}, for which it is signed")
+        reply = _answer(site, request)
+        if isinstance(reply, Joined):  # which has made the run's folder: an older join is refused from now on
+            guard.mark(envelope, signed)
+        return reply
 
-    reply = answered(open_admitted, frames, explain, check)
+    reply = answered(open_admitted, frames, explain, answer)
     if not admitted:
         return reply
     guard, envelope = admitted[0]
@@ -100,19 +105,27 @@ def serve(
         return encode(Failed("", printable(explain(error))))
 
 
+def _answer(site: Served, request: Request) -> Reply:
+    try:
+        return site.answer(request)
+    except (PolicyError, BudgetError) as error:
+        _log.warning("refused: %s", error, extra=_about(request))
+        return site.refuse(request, error)
+
+
 def answered(
     open_site: Callable[[], Served],
     frames: Sequence[Buffer],
     explain: Callable[[Exception], str] = reticent,
-    check: Callable[[Request], None] = lambda _request: None,
+    answer: Callable[[Served, Request], Reply] = _answer,
 ) -> list[Buffer]:
-    """Answer one request of a caller in this process, or of one that `open_site` and `check` have proved.
+    """Answer one request of a caller in this process, or of one that `open_site` and `answer` have proved.
 
     Args:
         open_site: Finds the site.
         frames: The request.
         explain: As for `serve`.
-        check: Raises for a request that is not to be answered.
+        answer: Asks the site; raises for a request that is not to be answered.
 
     Returns:
         The reply's frames.
@@ -123,22 +136,13 @@ def answered(
         name = site.name
         request = decode_request(frames)
         about = _about(request)
-        check(request)
-        return encode(_answer(site, request))
+        return encode(answer(site, request))
     except CloisterError as error:
         _log.warning("refused: %s", error, extra=about)
         return encode(Failed(name, printable(explain(error))))
     except Exception as error:  # a defect: raised further, its text would leave the site
         _log.exception("failed", extra=about)
         return encode(Failed(name, printable(explain(error))))
-
-
-def _answer(site: Served, request: Request) -> Reply:
-    try:
-        return site.answer(request)
-    except (PolicyError, BudgetError) as error:
-        _log.warning("refused: %s", error, extra=_about(request))
-        return site.refuse(request, error)
 
 
 def _about(request: Request) -> dict[str, object]:

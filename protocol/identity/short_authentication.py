@@ -7,9 +7,10 @@ authority yet, so whoever is between them can show a certificate and keys of its
 1. The site fetches the certificate that the door shows, and trusts it alone in what follows.
 2. The site sends a commitment: the hash of its request, which has its public key, and of its nonce.
 3. The door answers with its nonce, and says which federation it is of.
-4. The site reveals request and nonce, which the door compares with the commitment.
-5. Both compute the code: `BITS` of a hash of the request, both nonces, the federation, its authority, and the
-   certificate that the site has seen, or that the door shows.
+4. The site reveals request and nonce, which the door compares with the commitment. It signs the exchange with the key
+   of its request: the request is no secret, and nobody else can let it wait, or replace the code with which it does.
+5. Both compute the code: `BITS` of a hash of the exchange, which is the request, both nonces, the federation, its
+   authority, and the certificate that the site has seen, or that the door shows.
 
 Whoever is between has to choose its request and nonce towards the door before it learns the door's nonce (2), and its
 nonce towards the site before it learns the site's (4). So it cannot search for two exchanges with one code: each
@@ -23,12 +24,16 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from cloister.protocol.encoding import pack
-from cloister.protocol.errors import RosterError
+from cloister.protocol.errors import RosterError, SignatureError
+from cloister.protocol.identity.roster import signed_by
 from cloister.protocol.identity.session import NONCE, Entrance, Nonces
 
 _COMMITMENT = "cloister/enrolment/commitment/1"
 _CODE = "cloister/enrolment/code/1"
+_REVEAL = "cloister/enrolment/reveal/1"
 _LETTERS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 """Base 32 of Crockford: without I, L, O and U, which are heard or read as others."""
 _ALIKE = str.maketrans("ILO", "110", "- ")
@@ -52,14 +57,32 @@ class Exchange:
     @property
     def code(self) -> str:
         """The code as it is read aloud: two groups of four letters."""
-        entrance = self.entrance
-        values = (self.request, self.nonces.site, self.nonces.door, self.certificate)
-        digest = hashlib.sha256(
-            pack(_CODE, *values, entrance.federation, entrance.address, entrance.authority)
-        ).digest()
+        digest = hashlib.sha256(self._packed(_CODE)).digest()
         number = int.from_bytes(digest, "big") >> (8 * len(digest) - BITS)
         letters = "".join(_LETTERS[number >> shift & 31] for shift in reversed(range(0, BITS, 5)))
         return f"{letters[:4]}-{letters[4:]}"
+
+    def sign(self, identity: Ed25519PrivateKey) -> bytes:
+        """The signature with which a site reveals its request, 64 bytes."""
+        return identity.sign(self._packed(_REVEAL))
+
+    def verify(self, public: bytes, signature: bytes) -> None:
+        """Check what `sign` has signed, with the key of the request.
+
+        Raises:
+            SignatureError: the owner of the key did not sign this.
+        """
+        if not signed_by(public, self._packed(_REVEAL), signature):
+            raise SignatureError(
+                "request",
+                expected="a signature of this exchange with the key of the request",
+                fix="run the command again",
+            )
+
+    def _packed(self, label: str) -> bytes:
+        entrance = self.entrance
+        values = (self.request, self.nonces.site, self.nonces.door, self.certificate)
+        return pack(label, *values, entrance.federation, entrance.address, entrance.authority)
 
 
 def commitment(request: str, nonce: bytes) -> bytes:

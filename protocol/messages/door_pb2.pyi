@@ -67,12 +67,14 @@ class Founded(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., authority: _Optional[bytes] = ...) -> None: ...
 
 class Reveal(_message.Message):
-    __slots__ = ("request", "nonce")
+    __slots__ = ("request", "nonce", "signature")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     request: str
     nonce: bytes
-    def __init__(self, request: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, request: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()

@@ -29,8 +29,8 @@ from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
 
 _log = logging.getLogger(__name__)
 
-VERSION = "cloister/door/3"
-"""Sent in the first message of a session; it changes when door.proto does."""
+VERSION = "cloister/door/4"
+"""Sent in the first message of a session or an enrolment; it changes when door.proto does."""
 CHUNK = 2**18
 """Bytes of a vector in one message."""
 SMALL = 2**18

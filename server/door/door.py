@@ -113,7 +113,7 @@ _CLOSE_S = 2.0
 _SHOW_S = 2.0
 """Seconds between two reports of the bytes that have moved."""
 _FIRST = 16
-"""Sites for which a door has room that is opened before there are any."""
+"""Sites that share `_WINDOWS` at a door that is opened before there are any."""
 _SERVICE = "cloister.Door"
 _OF_SESSION = "session-bin"
 _CODES: tuple[tuple[type[CloisterError], grpc.StatusCode], ...] = (
@@ -194,7 +194,7 @@ class Door(Closing):
         self._refusals = Rate(_LOGGED, 1.0)
         """Refusals that are logged: a peer that is refused must not fill the disk with them."""
         self._enrolments = Enrolments(version)
-        self._front = Front(len(federation().sites) or _FIRST)
+        self._front = Front(len(federation().sites))
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="door-disk")
         self._loop = EventLoop("door")
         self._loop.loop.set_exception_handler(self._failed)
@@ -393,6 +393,7 @@ class Door(Closing):
             (
                 grpc.method_handlers_generic_handler(_SERVICE, handlers),
                 grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
+                _Others(grpc.stream_stream_rpc_method_handler(self._refusing(self._no_method))),
             )
         )
         server.add_secure_port(self._front.behind, self._credentials())
@@ -433,6 +434,10 @@ class Door(Closing):
                 await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
             serving = HealthCheckResponse(status=HealthCheckResponse.SERVING)
             await _write(context, serving)
+
+    async def _no_method(self, _requests: Any, context: Context) -> None:
+        """Refuse a call of a method that the door does not have: gRPC would, and it would not be counted."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no method of the door")
 
     def _refusing(
         self, handle: Callable[[Any, Context], Coroutine[Any, Any, None]]
@@ -610,7 +615,9 @@ class Door(Closing):
             await _write(context, pb.ToSite(founded=founded))
             reveal = _said(await _read(context), "reveal").reveal
             seen = Exchange(reveal.request, Nonces(reveal.nonce, nonce), entrance, self._certificate().der)
-            name = self._enrolments.reveal(commit.commitment, seen, address, self._federation())
+            name = self._enrolments.reveal(
+                commit.commitment, seen, reveal.signature, address, self._federation()
+            )
         except BaseException:
             self._enrolments.failed += 1
             raise
@@ -644,7 +651,7 @@ class Door(Closing):
     def _refresh(self) -> None:
         federation = self._federation()
         self._enrolments.settle(federation)
-        self._front.resize(len(federation.sites) or _FIRST)
+        self._front.resize(len(federation.sites))
         for site in self._sites.values():
             if site.session is not None and not self._is_member(site.name, site.public):
                 site.session.end("the site is no longer in the federation with this key")
@@ -788,6 +795,16 @@ class Door(Closing):
         done = self._loop.loop.run_in_executor(self._writers, work)
         done.add_done_callback(_retrieve)
         return done
+
+
+class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Has each method: gRPC asks it last."""
+
+    def __init__(self, handler: grpc.RpcMethodHandler) -> None:
+        self._handler = handler
+
+    def service(self, _details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return self._handler
 
 
 def _no_member(name: str) -> MemberError:

@@ -102,12 +102,15 @@ class Enrolments:
             raise RosterError("commitment", commitment[:32].hex(), expected="a new one of 32 bytes each time")
         _remember(self._commitments, commitment, True)
 
-    def reveal(self, commitment: bytes, exchange: Exchange, address: str, federation: Federation) -> str:
+    def reveal(
+        self, commitment: bytes, exchange: Exchange, signature: bytes, address: str, federation: Federation
+    ) -> str:
         """Let a request wait.
 
         Args:
             commitment: What its site has sent first.
             exchange: What the door has seen since.
+            signature: Of the exchange, as the site has sent it.
             address: Where it comes from.
             federation: The newest version.
 
@@ -116,6 +119,7 @@ class Enrolments:
 
         Raises:
             RosterError: the request is another than that of the commitment, or its name is taken.
+            SignatureError: the owner of the request's key has not signed the exchange.
             DoorError: it is too long, or there is no place.
         """
         document, now = exchange.request, time.monotonic()
@@ -123,6 +127,7 @@ class Enrolments:
             raise DoorError("request", f"{len(document)} bytes", expected=f"at most {_LONGEST}")
         check_revealed(commitment, document, exchange.nonces.site)
         request = Request.from_toml(document, "of an enrolment")
+        exchange.verify(request.key, signature)
         known = federation.site(request.name)
         if known == request:
             return ""
@@ -135,14 +140,11 @@ class Enrolments:
             )
         self._expire(now)
         again = next((each for each in self._waiting if each.request.key == request.key), None)
-        if again is None:
-            self._make_place(address)
-        elif again.request.name != request.name:
+        if again is not None and again.request.name != request.name:
             raise RosterError(
                 "--name", request.name, expected=f"{again.request.name}, for which this key waits already"
             )
-        else:
-            self._waiting.remove(again)
+        self._make_place(address, [each for each in self._waiting if each is not again])
         waiting = {each.request.name for each in self._waiting}
         _remember(self._tries, request.name, self._tries.get(request.name, 0) + 1, waiting)
         self._waiting.append(Waiting(request, document, exchange.code, address, datetime.now(UTC), now, now))
@@ -221,26 +223,25 @@ class Enrolments:
         """Forget the requests of those that are sites now."""
         self._waiting = [each for each in self._waiting if federation.site(each.request.name) != each.request]
 
-    def _make_place(self, address: str) -> None:
-        """End the oldest request of the address with the most, if all places are taken.
+    def _make_place(self, address: str, others: list[Waiting]) -> None:
+        """Let no more than `others` wait; end the oldest of the address with the most, if all places are taken.
 
         Raises:
-            DoorError: no address has more of them than this one would have.
+            DoorError: no address has more of them than this one would have; all wait that have waited.
         """
-        crowd = Counter(each.address for each in self._waiting)
-        full = len(self._waiting) >= _PLACES
+        crowd = Counter(each.address for each in others)
+        full = len(others) >= _PLACES
         most, count = max(crowd.items(), key=lambda each: each[1], default=("", 0))
         if crowd[address] >= _AT_ADDRESS or (full and count <= crowd[address] + 1):
             raise DoorError(
                 "requests that wait",
-                crowd[address] if not full else len(self._waiting),
+                crowd[address] if not full else len(others),
                 expected=f"fewer than {_AT_ADDRESS} of an address and {_PLACES} in all",
                 fix="try again later, or send the file of `cloister site request` to the coordinator",
             )
+        self._waiting = others
         if full:
-            self._end(
-                next(each for each in self._waiting if each.address == most), "others have taken its place"
-            )
+            self._end(next(each for each in others if each.address == most), "others have taken its place")
 
     def _expire(self, now: float) -> None:
         for each in list(self._waiting):

@@ -98,8 +98,8 @@ class _Passage:
         self.outer.other, self.inner.other = self.inner, self.outer
         self._front, self._number = front, number
         self._before = 0
-        self.calls = Rate(_CALLS_BEFORE, 0.0, "calls")
-        """Of the peer in this connection."""
+        self.calls, self.calls_proved = Rate(_CALLS_BEFORE, 0.0, "calls"), Rate(_CALLS, _CALLS_S, "calls")
+        """Of the peer in this connection; the second from its first proof on, which no further proof renews."""
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self.limit()
@@ -162,8 +162,8 @@ class Front:
         self.resize(sites)
         self._passages: dict[int, _Passage] = {}
         """By their numbers, the oldest first."""
-        self._known: dict[str, tuple[float, str]] = {}
-        """When a site has proved itself last at an address, and its name, the longest ago first."""
+        self._known: dict[tuple[str, str], float] = {}
+        """When a site has proved itself last, by its name and address, the longest ago first."""
         self._numbers = 0
         self._beginning: set[asyncio.Task[None]] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="cloister-"))  # short: the path of a socket has 107 bytes
@@ -225,16 +225,15 @@ class Front:
         """A peer of gRPC has proved which site it is: its connection is without a limit, until `ended`."""
         passage = self._passages.get(_number(peer))
         if passage is not None:
-            if not passage.proved:
-                passage.proved, passage.calls = True, Rate(_CALLS, _CALLS_S, "calls")
-            self._known.pop(passage.address, None)
-            own = [address for address, (_, site) in self._known.items() if site == name]
+            passage.proved, passage.calls = True, passage.calls_proved
+            self._known.pop((name, passage.address), None)
+            own = [known for known in self._known if known[0] == name]
             if len(own) == _ADDRESSES:
                 del self._known[own[0]]
-            self._known[passage.address] = time.monotonic(), name
+            self._known[name, passage.address] = time.monotonic()
 
     def ended(self, peer: str) -> None:
-        """The session of a peer has ended: its connection is as one without a proof."""
+        """The session of a peer has ended: its connection has the time and bytes of one without a proof."""
         passage = self._passages.get(_number(peer))
         if passage is not None:
             passage.limit()
@@ -289,20 +288,21 @@ class Front:
 
     def _make_place(self, address: str) -> None:
         """End a connection without a proof, if all places of the kind that a new one needs are taken."""
-        now, known = time.monotonic(), self._is_known
-        kind = known(address, now)
-        waiting = {
-            number: passage
-            for number, passage in self._passages.items()
-            if not passage.proved and known(passage.address, now) == kind
-        }
+        known = self._addresses()
+        kind = address in known
+        waiting = [
+            passage
+            for passage in self._passages.values()
+            if not passage.proved and (passage.address in known) == kind
+        ]
         if len(waiting) >= self._most[kind]:
-            crowd, _ = Counter(passage.address for passage in waiting.values()).most_common(1)[0]
-            next(passage for passage in waiting.values() if passage.address == crowd).abort()
+            crowd, _ = Counter(passage.address for passage in waiting).most_common(1)[0]
+            next(passage for passage in waiting if passage.address == crowd).abort()
 
-    def _is_known(self, address: str, now: float) -> bool:
-        at, _ = self._known.get(address, (-_KNOWN_S, ""))
-        return now - at < _KNOWN_S
+    def _addresses(self) -> set[str]:
+        """Those that are known."""
+        since = time.monotonic() - _KNOWN_S
+        return {address for (_, address), at in self._known.items() if at > since}
 
 
 class _Arrival(asyncio.Protocol):

@@ -42,7 +42,7 @@ from cloister.server.door.carrier import array_of, identify
 from cloister.server.record.folder import RunFiles
 from cloister.server.record.history import identity, next_start
 from cloister.tests.parties.envelopes import COORDINATOR, PUBLIC
-from cloister.tests.parties.federation import RUN, Federation, tiny
+from cloister.tests.parties.federation import RUN, Federation, consents_of, tiny
 from cloister.tests.tools.mutants import Mutant
 from cloister.tests.tools.raises import raises
 
@@ -166,6 +166,36 @@ def test_only_requests_that_come_later_or_again_are_served(site: Recorder) -> No
     third = signed(first, counter=2 * 2**32 + 1)
     assert told(site, third, first) == Joined("site-0"), "the first request after another start"
     assert len(site.asked) == 4
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_older_join_is_refused_as_soon_as_a_site_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    """A carrier kept it from an earlier start of the coordinator; while the site has not joined, it can come again."""
+    if not guarded:
+        Mutant("clients.network.serve:serve", "isinstance(reply, Joined)", "False").plant(monkeypatch)
+    federation = Federation(tmp_path, tiny())
+    site = federation.site(pinned=False)
+    older, newer = (
+        encode(replace(federation.join_request(), challenge=bytes([start]) * 32)) for start in (1, 2)
+    )
+
+    def answer(frames: Sequence[Buffer], start: int) -> Reply:
+        return decode_reply(serving.serve(lambda: site, for_real(site, frames, start << 32), frames, str))
+
+    for _ in range(2):
+        refused = answer(older, 1)
+        assert isinstance(refused, Failed)
+        assert "consent" in refused.reason
+    consents_of(site).give(federation.plan.digest())
+    assert isinstance(answer(newer, 2), Joined)
+    stale = answer(older, 1)
+    assert isinstance(stale, Failed if guarded else Joined)
+    if isinstance(stale, Failed):
+        assert "counter of the request" in stale.reason
+        assert isinstance(answer(newer, 2), Joined)
+        assert isinstance(answer(newer, 3), Joined)
 
 
 def test_the_counter_outlives_the_folder_of_the_run(site: Recorder, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +27,7 @@ import grpc
 import numpy as np
 import pytest
 from blake3 import blake3
+from packaging.requirements import Requirement
 
 from cloister.clients.network import door as clients_door
 from cloister.clients.network.door import DoorSite, Visitor
@@ -551,38 +553,87 @@ def test_a_site_that_floods_is_disconnected(tmp_path: Path, monkeypatch: pytest.
         assert next(iter(channel.ask({1: join_request()}, WAIT_S, group="1")))[1] == Joined("site-1")
 
 
+@pytest.mark.parametrize(("method", "code"), [("Upload", "UNAUTHENTICATED"), ("Nothing", "UNIMPLEMENTED")])
 def test_calls_of_a_connection_are_counted_whatever_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, code: str
 ) -> None:
-    """Those that are refused at once cost the coordinator as much time."""
+    """Those that are refused at once cost the coordinator as much time; also of a method that there is not."""
     monkeypatch.setattr(front, "_CALLS", 20)
     with open_channel(tmp_path) as channel:
         for before in (front._CALLS_BEFORE, 20):
             with Raw(channel) as raw:
                 if before == 20:
                     raw.open("site-1")
-                codes = [raw.refused("Upload", [b""], b"no session")[0] for _ in range(100)]
-            assert codes[:before] == ["UNAUTHENTICATED"] * before
+                codes = [raw.refused(method, [b""], b"no session")[0] for _ in range(100)]
+            assert codes[:before] == [code] * before
             assert {"RESOURCE_EXHAUSTED", "UNAVAILABLE"} & set(codes[before:]), "the connection has ended"
 
 
-def test_connections_of_an_address_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs a handshake of TLS."""
+GRPC = next(
+    each.specifier
+    for each in map(
+        Requirement,
+        tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"],
+    )
+    if each.name == "grpcio"
+)
+
+
+@pytest.mark.skipif(
+    grpc.__version__ not in GRPC, reason=f"grpcio {grpc.__version__} is installed, not {GRPC}"
+)
+def test_a_call_whose_path_is_no_text_ends_no_server(tmp_path: Path) -> None:
+    """From 1.84 on gRPC's loop that takes calls ends with the error; before, the call alone does."""
+    site = Answering()
+    with open_channel(tmp_path) as channel, connected(channel, site, tmp_path), Raw(channel) as raw:
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError):
+                list(raw._grpc.stream_stream(b"/cloister.Door/\xff")(iter([b""]), timeout=WAIT_S))
+        assert ask(channel, join_request()) == Joined("site-1")
+        raw.open("site-2")
+
+
+def test_a_proof_gives_a_connection_its_calls_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they given again to one whose proof has ended."""
+    monkeypatch.setattr(front, "_CALLS", 20)
+    monkeypatch.setattr(front, "_CALLS_S", 0.0)
+    with open_channel(tmp_path) as channel, Raw(channel) as raw:
+        for _ in range(4):  # of five calls each, and the first proof is one of the calls before it
+            say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+            installing = raw.call("Enrol", iter(say.get, None))
+            hello = Hello(version=VERSION, name="site-1", nonce=bytes(32))
+            say.put(FromSite(hello=hello).SerializeToString())
+            proof = raw.proof("site-1", identity_of("site-1"), said(installing).challenge.nonce)
+            say.put(FromSite(proof=proof).SerializeToString())
+            assert said(installing).document
+            list(installing)  # its proof has ended
+            say.put(None)
+            for _ in range(4):
+                assert raw.refused("Upload", [b""], b"no session")[0] == "UNAUTHENTICATED"
+        assert raw.refused("Upload", [b""], b"no session")[0] == "UNAUTHENTICATED"
+        assert raw.refused("Upload", [b""], b"no session")[0] in ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
+
+
+@pytest.mark.parametrize("sites", [0, 1, 3])
+def test_connections_of_an_address_are_counted(monkeypatch: pytest.MonkeyPatch, sites: int) -> None:
+    """Each costs a handshake of TLS. Before the first site too there are as many as the documentation says."""
     monkeypatch.setattr(front, "_ARRIVALS_S", 0.0)
-    with open_channel(tmp_path) as channel:
-        channel.door.refresh()  # a look at the federation, as every 15 s
-        places = channel.door._front._most[True]
+    federation = federation_of({name: identity_of(name) for name in NAMES[:sites]})
+    with Door(lambda: CERTIFICATE, lambda: federation, "127.0.0.1:0") as door:
+        places, at = 64 + 2 * sites, ("127.0.0.1", int(door.address.rpartition(":")[2]))
+        for _ in range(2):
+            assert door._front._most == {False: 64, True: places}
+            door.refresh()  # a look at the federation, as every 15 s
         for _ in range(places):
-            with socket.create_connection(("127.0.0.1", int(channel.address.rpartition(":")[2]))):
+            with socket.create_connection(at):
                 pass
         until = time.monotonic() + WAIT_S
-        while channel.door._front._numbers < places:
+        while door._front._numbers < places:
             assert time.monotonic() < until, "the door does not take them in"
-        channel.door.refresh()
-        (late,) = strangers(channel, 1)
-        assert is_closed(late)
-        assert channel.door._front._numbers == places, "it was taken in, and ended by its time"
-        late.close()
+        door.refresh()
+        with socket.create_connection(at, WAIT_S) as late:
+            assert is_closed(late)
+        assert door._front._numbers == places, "it was taken in, and ended by its time"
 
 
 def test_a_site_holds_one_connection_in_which_it_asks_for_the_federation(tmp_path: Path) -> None:
@@ -805,6 +856,29 @@ def test_strangers_of_many_addresses_take_no_place_of_a_known_one(tmp_path: Path
                 each.close()
 
 
+def test_no_site_makes_the_address_of_another_unknown(tmp_path: Path) -> None:
+    """It is behind the address of the other, and then proves itself at more than a site is known at."""
+    with open_channel(tmp_path, bind="0.0.0.0:0") as channel:
+        port = int(channel.address.rpartition(":")[2])
+        for name, at in (("site-1", 99), ("site-2", 99), *(("site-2", number) for number in range(2, 6))):
+            with (
+                Relay(f"127.0.0.1:{port}", source=f"127.0.0.{at}") as relay,
+                Raw(entrance_at(relay.address)) as raw,
+            ):
+                raw.open(name)
+        late = socket.create_connection(("127.0.0.1", port), WAIT_S, ("127.0.0.99", 0))
+        others = [
+            socket.create_connection(("127.0.0.1", port), WAIT_S, (f"127.0.1.{number}", 0))
+            for number in range(1, 101)
+        ]
+        assert all(map(is_closed, others[:36]))
+        late.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            late.recv(1)
+        for each in (late, *others):
+            each.close()
+
+
 @pytest.mark.usefixtures("talkative")
 def test_the_address_with_the_most_strangers_loses_one(
     everywhere: AtDoor, monkeypatch: pytest.MonkeyPatch
@@ -819,6 +893,7 @@ def test_the_address_with_the_most_strangers_loses_one(
             each.close()
 
 
+@pytest.mark.usefixtures("talkative")
 def test_a_stranger_has_a_time_and_a_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_channel(tmp_path) as channel:
         with Raw(channel) as raw:  # 120 kB of metadata, over TLS

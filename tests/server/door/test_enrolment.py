@@ -6,9 +6,10 @@ import asyncio
 import datetime
 import os
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.clients.network.enrol import Enrolment, enrol, following, wait_for_approval
+from cloister.clients.network import enrol as clients_enrol
+from cloister.clients.network.enrol import Enrolment, following, wait_for_approval
 from cloister.clients.network.route import Route
 from cloister.protocol.errors import (
     CertificateError,
@@ -33,7 +35,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance, Nonces
-from cloister.protocol.identity.short_authentication import Exchange, commitment, given
+from cloister.protocol.identity.short_authentication import _CODE, Exchange, commitment, given
 from cloister.protocol.messages.door_pb2 import Commit, FromSite, Reveal, ToSite
 from cloister.protocol.messages.messages import Joined
 from cloister.protocol.messages.transfer import VERSION
@@ -54,9 +56,11 @@ from cloister.tests.parties.door_parties import (
     federation_of,
     identity_of,
     join_request,
+    said,
 )
 from cloister.tests.parties.envelopes import PUBLIC
 from cloister.tests.server.door.test_door import ask, memory
+from cloister.tests.tools.mutants import Mutant
 from cloister.tests.tools.raises import raises
 
 OTHER = Authority()
@@ -66,6 +70,11 @@ TODAY = datetime.date(2026, 11, 26)
 def asking(name: str, contact: str = "Dr A. Example") -> Request:
     """The request of a site that is none yet."""
     return Request.of(name, identity_of(name), contact, TODAY)
+
+
+def enrol(address: str, request: Request, identity: Ed25519PrivateKey | None = None) -> Enrolment:
+    """What a site does, with the key that its name has in these tests."""
+    return clients_enrol.enrol(address, request, identity or identity_of(request.name))
 
 
 def newest(entrance: Entrance, name: str, identity: Ed25519PrivateKey) -> Federation | None:
@@ -132,14 +141,25 @@ def raw_at(opened: Open) -> Iterator[Raw]:
         yield raw
 
 
-def exchange(raw: Raw, committed: bytes, request: str, nonce: bytes) -> list[ToSite]:
-    """What a peer is answered that commits itself, and reveals a request and a nonce."""
+def exchange(
+    raw: Raw,
+    committed: bytes,
+    request: str,
+    nonce: bytes,
+    sign: Callable[[Exchange], bytes] = lambda _seen: b"",
+) -> list[ToSite]:
+    """What a peer is answered that commits itself, and reveals a request and a nonce, with a signature."""
     say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     commit = Commit(version=VERSION, commitment=committed)
     say.put(FromSite(commit=commit).SerializeToString())
-    say.put(FromSite(reveal=Reveal(request=request, nonce=nonce)).SerializeToString())
+    call = raw.call("Enrol", iter(say.get, None))
+    answers = [said(call)]
+    founded = answers[0].founded
+    entrance = Entrance(founded.name, founded.address, founded.authority)
+    seen = Exchange(request, Nonces(nonce, founded.nonce), entrance, CERTIFICATE.der)
+    say.put(FromSite(reveal=Reveal(request=request, nonce=nonce, signature=sign(seen))).SerializeToString())
     say.put(None)
-    return [ToSite.FromString(data) for data in raw.call("Enrol", iter(say.get, None))]
+    return answers + [ToSite.FromString(data) for data in call]
 
 
 def refused(raw: Raw, committed: bytes, request: str, nonce: bytes) -> str:
@@ -288,9 +308,14 @@ def test_a_man_in_the_middle_is_seen(opened: Open, keys: str) -> None:
     """He has a door of his own, with a federation of the same name, and passes on what he can."""
     with Open(OTHER) as middle:
         told = enrol(middle.address, asking("one"))
-        forged = Request.of("one", new_identity(), "Dr A. Example", TODAY)
-        passed = enrol(opened.address, forged if keys == "its own" else asking("one"))
-        assert told.code != passed.code
+        own = new_identity()
+        forged = Request.of("one", own, "Dr A. Example", TODAY)
+        if keys == "its own":
+            assert told.code != enrol(opened.address, forged, own).code
+        else:  # he has no signature of the site's for this exchange
+            with pytest.raises(MemberError):
+                enrol(opened.address, asking("one"), own)
+            enrol(opened.address, asking("one"))
         with raises(RosterError, "code of one"):
             opened.approve("one", told.code)
         assert opened.newest.version == 0
@@ -374,7 +399,7 @@ def test_the_codes_that_were_made_for_a_name_that_waits_are_not_forgotten(
     for _ in range(3):
         enrol(opened.address, asking("one"))
     with pytest.raises(MemberError):  # a key has one name: it could take the places of all others
-        enrol(opened.address, Request.of("two", identity_of("one"), "x", TODAY))
+        enrol(opened.address, Request.of("two", identity_of("one"), "x", TODAY), identity_of("one"))
     for name in ("two", "three", "four"):
         with suppress(DoorError):  # an address has few places
             enrol(opened.address, asking(name))
@@ -386,7 +411,9 @@ def test_a_commitment_is_answered_once(opened: Open) -> None:
     document, nonce = asking("one").to_toml(), bytes(32)
     committed = commitment(document, nonce)
     with raw_at(opened) as raw:
-        founded, waiting = exchange(raw, committed, document, nonce)
+        founded, waiting = exchange(
+            raw, committed, document, nonce, lambda seen: seen.sign(identity_of("one"))
+        )
         assert founded.founded.nonce
         assert waiting.WhichOneof("said") == "waiting"
         assert "commitment" in refused(raw, committed, document, nonce)
@@ -420,10 +447,59 @@ def test_what_is_revealed_is_what_was_committed(opened: Open, changed: str) -> N
 
 
 def test_another_release_is_refused(opened: Open) -> None:
-    old = FromSite(commit=Commit(version="cloister/door/0", commitment=bytes(32))).SerializeToString()
+    """Before it reveals anything; version 3 signed no exchange."""
+    old = FromSite(commit=Commit(version="cloister/door/3", commitment=bytes(32))).SerializeToString()
     with raw_at(opened) as raw:
         code, text = raw.refused("Enrol", [old])
     assert (code, "same release" in text) == ("RESOURCE_EXHAUSTED", True)
+
+
+# The key of a request.
+
+
+def _signed(identity: Ed25519PrivateKey, seen: Exchange) -> bytes:
+    return seen.sign(identity)
+
+
+OTHERS: dict[str, Callable[[Exchange], bytes]] = {
+    "nothing": lambda _seen: b"",
+    "a key of its own": lambda seen: seen.sign(new_identity()),
+    "of another exchange": lambda seen: replace(seen, nonces=Nonces(seen.nonces.site, bytes(32))).sign(
+        identity_of("one")
+    ),
+    "towards another server": lambda seen: replace(seen, certificate=b"another").sign(identity_of("one")),
+    "of another meaning": lambda seen: identity_of("one").sign(seen._packed(_CODE)),
+}
+
+
+@pytest.mark.usefixtures("talkative")
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_request_waits_for_the_owner_of_its_key_alone(opened: Open, what: str) -> None:
+    """The document of a request is no secret: it is sent by mail, and is in the file of the federation."""
+    document, nonce = asking("one").to_toml(), os.urandom(32)
+    with raw_at(opened) as raw, pytest.raises(grpc.RpcError) as raised:
+        exchange(raw, commitment(document, nonce), document, nonce, OTHERS[what])
+    assert raised.value.code().name == "PERMISSION_DENIED"
+    assert (opened.names, opened.failed) == ([], 1)
+    waiting, nonce = enrol(opened.address, asking("one")), os.urandom(32)
+    with raw_at(opened) as raw, pytest.raises(grpc.RpcError):
+        exchange(raw, commitment(document, nonce), document, nonce, OTHERS[what])
+    assert opened.door.waiting()[0][0]["tries"] == 1
+    opened.approve("one", waiting.code)  # it is the code that its person has read
+
+
+@pytest.mark.usefixtures("talkative")
+def test_a_request_waits_for_whoever_has_it_without_the_guard(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Mutant(
+        "server.door.enrolments:Enrolments.reveal", "exchange.verify(request.key, signature)", "pass"
+    ).plant(monkeypatch)
+    waiting, document, nonce = enrol(opened.address, asking("one")), asking("one").to_toml(), os.urandom(32)
+    with raw_at(opened) as raw:
+        exchange(raw, commitment(document, nonce), document, nonce)
+    with raises(RosterError, "code of one"):
+        opened.approve("one", waiting.code)
 
 
 # Codes and names.
@@ -448,10 +524,11 @@ def test_a_request_of_a_name_that_is_taken_is_refused(opened: Open) -> None:
     opened.approve("one", enrol(opened.address, asking("one")).code)
     for identity in (new_identity(), identity_of("one")):
         with pytest.raises(MemberError) as refusal:
-            enrol(opened.address, Request.of("one", identity, "someone else", TODAY))
+            enrol(opened.address, Request.of("one", identity, "someone else", TODAY), identity)
         assert "--name" in str(refusal.value)
     assert opened.names == []
-    stranger = enrol(opened.address, Request.of("two", new_identity(), "a stranger", TODAY))
+    own = new_identity()
+    stranger = enrol(opened.address, Request.of("two", own, "a stranger", TODAY), own)
     true = enrol(opened.address, asking("two"))
     assert opened.names == ["two", "two"]
     opened.approve("two", true.code)
@@ -516,6 +593,27 @@ def test_a_flood_of_requests_leaves_places_for_others(monkeypatch: pytest.Monkey
         with pytest.raises(MemberError):
             newest(entrance_at(opened.address), names[0], identity_of(names[0]))
         assert newest(replace(waiting.entrance, address=opened.address), "lone", identity_of("lone")) is None
+
+
+def test_an_address_has_few_requests_that_wait_also_of_those_that_waited_elsewhere() -> None:
+    """One that is refused waits as before, with the code that its person has read."""
+    with Open(bind="0.0.0.0:0") as opened, ExitStack() as stack:
+        names = [f"f{number}" for number in range(_AT_ADDRESS + 1)]
+        codes = {}
+        for number, name in enumerate(names, 2):
+            elsewhere = stack.enter_context(Relay(opened.address, source=f"127.0.0.{number}"))
+            codes[name] = enrol(elsewhere.address, asking(name)).code
+        one = stack.enter_context(Relay(opened.address, source="127.0.0.99"))
+        for name in names[:-1]:
+            codes[name] = enrol(one.address, asking(name)).code
+        with raises(DoorError, "enrolment", says=f"fewer than {_AT_ADDRESS} of an address"):
+            enrol(one.address, asking(names[-1]))
+        waiting = opened.door.waiting()[0]
+        assert [each["address"] for each in waiting].count("127.0.0.99") == _AT_ADDRESS
+        assert [each["name"] for each in waiting] == [names[-1], *names[:-1]]
+        codes[names[0]] = enrol(one.address, asking(names[0])).code  # it takes its own place
+        for name in names:
+            opened.approve(name, codes[name])
 
 
 def test_an_exchange_that_says_nothing_ends(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,13 +691,14 @@ def test_a_flood_of_enrolments_disturbs_no_member_and_costs_little(
         crowd.close()
         before = 0
         for number in range(300):
-            request = asking("flood") if number % 2 else Request.of("f", new_identity(), "x", TODAY)
+            identity = identity_of("flood") if number % 2 else new_identity()
+            request = Request.of("flood" if number % 2 else "f", identity, "x", TODAY)
             document, nonce = request.to_toml(), number.to_bytes(32)
             if number % 20 == 0:  # a connection has 64 kB
                 raw = stack.enter_context(Raw(channel))
             assert "the one of the commitment" in refused(raw, bytes(16) + nonce[16:], document, nonce)
             with suppress(grpc.RpcError):  # all places of the address are taken
-                exchange(raw, commitment(document, nonce), document, nonce)
+                exchange(raw, commitment(document, nonce), document, nonce, partial(_signed, identity))
             if number == 150:
                 before = memory()
             if number % 150 == 100:

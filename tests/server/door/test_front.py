@@ -115,13 +115,14 @@ def test_addresses_of_one_site_do_not_make_those_of_another_unknown() -> None:
     front._passages = passages  # of which a proof needs the address alone
 
     def proved(address: str, name: str) -> None:
-        passages[1] = SimpleNamespace(address=address, proved=False)
+        passages[1] = SimpleNamespace(address=address, calls_proved=None)
         front.proved("unix:/front/1", name)
 
     proved("192.0.2.1", "east")
     for number in range(200):
         proved(f"2001:db8:{number:x}::", "mallory")
-    known = [address for address in front._known if front._is_known(address, time.monotonic())]
-    assert known == ["192.0.2.1", *(f"2001:db8:{number:x}::" for number in range(196, 200))]
+    assert front._addresses() == {"192.0.2.1", *(f"2001:db8:{number:x}::" for number in range(196, 200))}
     proved("192.0.2.1", "mallory")
-    assert front._is_known("192.0.2.1", time.monotonic())
+    for number in range(4):
+        proved(f"2001:db8:{number:x}::", "mallory")
+    assert front._addresses() == {"192.0.2.1", *(f"2001:db8:{number:x}::" for number in range(4))}
