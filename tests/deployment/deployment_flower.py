@@ -36,7 +36,7 @@ pytestmark = [
     ),
 ]
 
-SETTINGS = ("cohort.sites=3", "run.rounds=1", "server.evaluation=none")
+SETTINGS = ("cohort.sites=3", "run.rounds=3", "cohort.deadline_s=600", "server.evaluation=none")
 PROGRAMS = Path(sys.executable).parent
 WAIT_S = 1500.0
 
@@ -203,7 +203,7 @@ def test_a_supernode_that_starts_again_takes_part_again(
     small_plan: Path, tmp_path: Path, parties: RunFiles, flower: Flower, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another node of Flower's, and the same site: no round is lost, and the weights are those of a simulation."""
-    chosen = (str(small_plan), *set_options((*SETTINGS, "run.rounds=3", "cohort.deadline_s=600")))
+    chosen = (str(small_plan), *set_options(SETTINGS))
     simulated = found(capsys, "simulate", *chosen, "--out", str(tmp_path / "simulated"), "--workers", "1")
     bundle, federation = tmp_path / "bundle", parties.federation
     found(capsys, "flower", "bundle", str(federation), *chosen, "--out", str(bundle))
