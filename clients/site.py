@@ -416,13 +416,7 @@ class Site:
         return layout.ring.encode_counters([counters[name] for name in layout.names])
 
     def _made(
-        self,
-        loaded: Loaded,
-        told: Instructions,
-        weights: Vector,
-        orders: Orders,
-        history: bytes,
-        tries: int,
+        self, loaded: Loaded, told: Instructions, weights: Vector, orders: Orders, history: bytes, tries: int
     ) -> Written:
         """The update or totals of the round: kept from an earlier attempt, or made now.
 

@@ -167,11 +167,7 @@ def run(
 
 
 def _given(
-    folder: RunFolder,
-    journal: Journal,
-    sums: Sums,
-    noise: Callable[[int], NoiseStream],
-    last: int,
+    folder: RunFolder, journal: Journal, sums: Sums, noise: Callable[[int], NoiseStream], last: int
 ) -> Given:
     """What the run gives its features. A trusted coordinator's noise comes from one key, durable before round 1."""
     mechanism = sums.terms.mechanism if sums.terms else None
@@ -186,12 +182,7 @@ def _given(
     return Given(mechanism=mechanism, noise=drawn)
 
 
-def _begin(
-    party: Party,
-    checkpoints: Checkpoints,
-    model: LanguageModel,
-    public: Vector | None,
-) -> Vector:
+def _begin(party: Party, checkpoints: Checkpoints, model: LanguageModel, public: Vector | None) -> Vector:
     """The model, (d,) float32, as the last finished round has left it.
 
     Args:

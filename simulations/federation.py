@@ -477,11 +477,7 @@ def divided(
 
 
 def usable(
-    plan: Plan,
-    field: str,
-    source: str,
-    split: str = "train",
-    unusable: Unusable | None = None,
+    plan: Plan, field: str, source: str, split: str = "train", unusable: Unusable | None = None
 ) -> Corpus:
     """Read a source that a field of the plan names, and check that one of its records can be used.
 

@@ -57,11 +57,7 @@ def layout(basis: Basis, blocks: BlockCode | None = None) -> SumLayout:
     size = basis.parameters if blocks is None else blocks.size
     counters: tuple[Counter, ...] = (Counter(WEIGHT, heaviest, 1),)
     if basis.terms is None:
-        counters += (
-            Counter(TOKENS, plan.most_labels()),
-            Counter(LOSS, LARGEST_LOSS),
-            Counter(CLIPPED, size),
-        )
+        counters += (Counter(TOKENS, plan.most_labels()), Counter(LOSS, LARGEST_LOSS), Counter(CLIPPED, size))
     return SumLayout(ring, size, counters, heaviest, blocks=blocks)
 
 

@@ -157,8 +157,7 @@ def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
     table = columns("trial", "held-out loss", "", "settings", title="Trials", left=0)
     table.columns[2].justify = table.columns[3].justify = "left"
     ended = sorted(
-        found.trials,
-        key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number),
+        found.trials, key=lambda one: (one.state != "complete", one.loss is None, one.loss or 0.0, one.number)
     )
     for trial in ended[:_SHOWN]:
         loss = "" if trial.loss is None else f"{trial.loss:.4f}"

@@ -228,12 +228,7 @@ class Kept:
         return hmac.digest(key, run.encode(), "sha256")
 
     def keep(
-        self,
-        about: SumId,
-        write: Callable[[Path], Written],
-        facts: Mapping[str, str],
-        *,
-        durable: bool,
+        self, about: SumId, write: Callable[[Path], Written], facts: Mapping[str, str], *, durable: bool
     ) -> Written:
         """Keep what the site has made for a sum, and remove the same of other rounds of the run.
 

@@ -450,11 +450,7 @@ def _has_head(architectures: list[str] | None) -> bool:
 
 
 def from_pretrained(
-    place: Place,
-    config: PreTrainedConfig | None = None,
-    *,
-    classify: bool = False,
-    new_head: bool = False,
+    place: Place, config: PreTrainedConfig | None = None, *, classify: bool = False, new_head: bool = False
 ) -> PreTrainedModel:
     """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
 
@@ -516,9 +512,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
     heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if builtin and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
         raise ModelError(
-            "model.config.num_key_value_heads",
-            groups,
-            expected=f"a divisor of num_attention_heads = {heads}",
+            "model.config.num_key_value_heads", groups, expected=f"a divisor of num_attention_heads = {heads}"
         )
 
 

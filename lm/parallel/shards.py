@@ -78,10 +78,7 @@ def region(shape: Sequence[int], cuts: Cuts, mesh: Mesh, at: Coordinates) -> Reg
         at: The rank's place in it.
     """
     sides = [Span(0, size) for size in matrix(shape)]
-    for dimension, parts, part in (
-        (cuts.tensor, mesh.tensor, at.tensor),
-        (cuts.shard, mesh.shard, at.shard),
-    ):
+    for dimension, parts, part in ((cuts.tensor, mesh.tensor, at.tensor), (cuts.shard, mesh.shard, at.shard)):
         if dimension < 0:
             continue
         if dimension and len(shape) != 2:

@@ -71,10 +71,7 @@ class Example:
 
 
 def to_examples(
-    records: Iterable[Record],
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataSection,
-    unusable: Unusable,
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, data: DataSection, unusable: Unusable
 ) -> Iterator[tuple[Record, Example]]:
     """Turn each record into one example of any length; an empty record gives an empty example.
 
@@ -311,9 +308,7 @@ def _messages(record: Record, place: str, name: str) -> list[dict[str, Any]]:
         kept.append(_present(message))
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(
-                f"{place}, field {name}",
-                message,
-                expected="messages with a text role and a text content",
+                f"{place}, field {name}", message, expected="messages with a text role and a text content"
             )
     return kept
 

@@ -150,11 +150,7 @@ def read_records(source: str, *, split: str = "train") -> Records:
 
 
 def read_each(
-    source: str,
-    unusable: Unusable,
-    *,
-    split: str = "train",
-    documents: bool = False,
+    source: str, unusable: Unusable, *, split: str = "train", documents: bool = False
 ) -> Iterator[Record]:
     """Read the records of a source one by one, so that none decides whether or how another is read.
 

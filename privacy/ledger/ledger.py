@@ -319,12 +319,7 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        path: Path,
-        owner: str,
-        compose: Compose,
-        *,
-        clock: Callable[[], float] = time.time,
+        self, path: Path, owner: str, compose: Compose, *, clock: Callable[[], float] = time.time
     ) -> None:
         self.path = path
         self.owner = owner

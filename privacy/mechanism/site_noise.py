@@ -418,12 +418,7 @@ class SkellamScale:
 
 
 def skellam_for(
-    noise_multiplier: float,
-    clip: float,
-    dimension: int,
-    contributors: int,
-    honest: int,
-    ring_bits: int,
+    noise_multiplier: float, clip: float, dimension: int, contributors: int, honest: int, ring_bits: int
 ) -> SkellamScale:
     """The scale and noise of a sum in which only the honest survivors' noise counts.
 

@@ -79,10 +79,7 @@ def check_exact(text: str, written: str, what: str, origin: str) -> None:
 def changed(what: str, origin: str, why: str) -> RosterError:
     """The error for a document that is torn or was edited."""
     return RosterError(
-        what,
-        origin,
-        expected=f"the whole file, unchanged ({why})",
-        fix="ask its sender for the file again",
+        what, origin, expected=f"the whole file, unchanged ({why})", fix="ask its sender for the file again"
     )
 
 

@@ -375,10 +375,7 @@ class Door(Closing):
     async def _start(self, bind: str) -> tuple[grpc.aio.Server, int]:
         most = len(self._federation().sites) or _FIRST
         server = grpc.aio.server(  # its calls are bounded by connection, and the connections by the front
-            options=[
-                *_OPTIONS,
-                ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22)),
-            ],
+            options=[*_OPTIONS, ("grpc.http2.lookahead_bytes", min(max(_WINDOWS // most, 2**16), 2**22))]
         )
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._refusing(self._session)),
@@ -607,10 +604,7 @@ class Door(Closing):
         try:
             entrance, nonce = self._federation().entrance, os.urandom(NONCE)
             founded = pb.Founded(
-                nonce=nonce,
-                name=entrance.federation,
-                address=entrance.address,
-                authority=entrance.authority,
+                nonce=nonce, name=entrance.federation, address=entrance.address, authority=entrance.authority
             )
             await _write(context, pb.ToSite(founded=founded))
             reveal = _said(await _read(context), "reveal").reveal

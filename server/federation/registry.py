@@ -52,9 +52,7 @@ _SIGNING = "coordinator.key"
 _VERSION = re.compile(r"federation-(0|[1-9][0-9]*)\.toml")
 
 Name = Annotated[
-    str,
-    Field(pattern=f"^{NAME.pattern}$"),
-    InWords("1 to 64 letters, digits, dots, dashes, underscores"),
+    str, Field(pattern=f"^{NAME.pattern}$"), InWords("1 to 64 letters, digits, dots, dashes, underscores")
 ]
 """Name of a federation or of a site."""
 

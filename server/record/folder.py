@@ -263,14 +263,11 @@ def read_plan(path: Path) -> Plan:
         ) from None
     except OSError as error:
         raise RunFolderError(
-            str(path),
-            expected=f"the folder of a run, with a {file.name} that can be read ({error.strerror})",
+            str(path), expected=f"the folder of a run, with a {file.name} that can be read ({error.strerror})"
         ) from error
     except PlanError as error:
         raise RunFolderError(
-            str(file),
-            expected=f"a whole plan ({error})",
-            fix="restore it from a backup, or start a new run",
+            str(file), expected=f"a whole plan ({error})", fix="restore it from a backup, or start a new run"
         ) from error
 
 
@@ -306,9 +303,7 @@ def make_folder(path: Path, file: str, what: str, command: Callable[[], str]) ->
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(
-            str(path),
-            expected=f"a folder that can be made ({error.strerror})",
-            fix="choose another --out",
+            str(path), expected=f"a folder that can be made ({error.strerror})", fix="choose another --out"
         ) from error
     return made
 

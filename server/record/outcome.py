@@ -101,11 +101,7 @@ def outcome(files: RunFiles) -> Outcome:
     rows = [known[number] | reported.get(number, {}) for number in sorted(known)]
     evaluated = [row for row in rows if "loss" in row]
     if end is None:
-        raise RunFolderError(
-            str(files.path),
-            expected="a finished run",
-            fix=files.resume_command(),
-        )
+        raise RunFolderError(str(files.path), expected="a finished run", fix=files.resume_command())
     initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
     final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
     figures = {figure.name: figure.of_run(rows) for figure in FIGURES if figure.over}

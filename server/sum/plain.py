@@ -150,12 +150,7 @@ class Plain:
         }
         yield self.asking(requests, Step.UPDATE, lambda reply: self.take(reply, self.told, fold))
 
-    def take(
-        self,
-        reply: Reply | Failure,
-        told: Instructions,
-        fold: Callable[[Contribution], None],
-    ) -> None:
+    def take(self, reply: Reply | Failure, told: Instructions, fold: Callable[[Contribution], None]) -> None:
         """Fold in a reply to a request for a contribution by some instructions; drop its site if it is none."""
         self.course.answered.add(reply.site)
         refusal = _not_of(reply, told)

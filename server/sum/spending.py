@@ -33,14 +33,7 @@ class Spending:
         dataset: In a simulation, the ledger over runs, which its sites charge.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        run: str,
-        path: Path,
-        *,
-        dataset: DatasetLedger | None = None,
-    ) -> None:
+    def __init__(self, terms: Terms, run: str, path: Path, *, dataset: DatasetLedger | None = None) -> None:
         self.terms = terms
         self._dataset = dataset
         self._run = run

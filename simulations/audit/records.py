@@ -143,9 +143,7 @@ class RecordGame:
         simulated = Simulated(noise=partial(noises, name), bases=self.folder)
         site = Site(self._config("first", plan, records=True), first, simulated=simulated)
         empty = replace(
-            simulated,
-            noise=partial(noises, f"{name} without records"),
-            sequences=lambda: prepared(plan, 0),
+            simulated, noise=partial(noises, f"{name} without records"), sequences=lambda: prepared(plan, 0)
         )
         repeated = Site(self._config("second", plan, records=False), second, simulated=empty)
         different = self._play((site, repeated), plan, rounds_played, observed)

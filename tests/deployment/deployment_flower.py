@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,8 @@ class Flower:
         self.address = f"127.0.0.1:{free_port()}"
         self.nodes: dict[str, ExitStack] = {}
         """By site, what ends its SuperNode."""
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        """By name, what was started last."""
         home = folder / "home"
         home.mkdir(parents=True)
         settings = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\ninsecure = true\n'
@@ -109,6 +112,18 @@ class Flower:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
         }
+
+    def wait_until_it_listens(self) -> None:
+        """Wait for its SuperLink, which tells nobody when it begins."""
+        host, _, port = self.address.rpartition(":")
+        until = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection((host, int(port)), 5).close()
+                return
+            except OSError:
+                assert time.monotonic() < until, "no SuperLink listens"
+                time.sleep(0.2)
 
     def supernode(self, parties: RunFiles, name: str) -> AbstractContextManager[None]:
         """The SuperNode of a site."""
@@ -126,6 +141,7 @@ class Flower:
                 stdout=log,
                 stderr=log,
             )
+        self.processes[name or program] = process
         try:
             yield
         finally:
@@ -171,6 +187,7 @@ def flower(parties: RunFiles, tmp_path: Path) -> Iterator[Flower]:
         port = made.address.rpartition(":")[2]
         arguments = ("--port", port, "--disable-runtime-dependency-installation")
         opened.enter_context(made.started("flower-superlink", *arguments))
+        made.wait_until_it_listens()
         for name in parties.sites.names():
             made.nodes[name] = opened.enter_context(ExitStack())
             made.nodes[name].enter_context(made.supernode(parties, name))
@@ -212,6 +229,7 @@ def test_a_supernode_that_starts_again_takes_part_again(
     def done() -> bool:
         if not killed and run.journal.exists() and run_history(run).done:
             killed.append("site-000")
+            flower.processes["site-000"].kill()
             flower.nodes["site-000"].close()
             flower.nodes["site-000"].enter_context(flower.supernode(parties, "site-000"))
         return reached(run, FINISHED)
