@@ -70,7 +70,7 @@ class GridChannel:
         try:
             while True:
                 if batch := requests():
-                    self._push(waiting, self._asked(batch, time.monotonic() + deadline_s, group))
+                    self._push(waiting, self._asked(batch, deadline_s, group))
                 self._push(waiting, self._returned(away))
                 if not waiting and not away:
                     return
@@ -117,8 +117,9 @@ class GridChannel:
         """The node of the grid at which the site with a node's name is now."""
         return node
 
-    def _asked(self, requests: Mapping[int, Request], until: float, group: str) -> list[_Asked]:
+    def _asked(self, requests: Mapping[int, Request], deadline_s: float, group: str) -> list[_Asked]:
         """Requests as they are sent; what several nodes get is encoded and hashed once."""
+        until = time.monotonic() + deadline_s
         live = {id(each): self._records[id(each)] for each in requests.values() if id(each) in self._records}
         views: dict[int, Array] = {}
         asked = []
@@ -127,7 +128,7 @@ class GridChannel:
                 live[id(request)] = _encoded(request, views)
             each = live[id(request)]
             envelope = self._sender.envelope(self._names[node], each.body)
-            asked.append(_Asked(node, each.record, envelope, until, group))
+            asked.append(_Asked(node, each.record, envelope, deadline_s, until, group))
         self._records = live
         return asked
 
@@ -135,8 +136,8 @@ class GridChannel:
         grace, messages = 0.0 if isinstance(self._grid, Carrier) else _GRACE_S, []
         for each in asked:
             content = RecordDict({"frames": each.record, "envelope": ConfigRecord({"signed": each.envelope})})
-            ttl = max(0.0, each.until - time.monotonic()) + grace
-            messages.append(Message(content, self._place(each.node), "query", ttl=ttl, group_id=each.group))
+            ttl, node = each.deadline_s + grace, self._place(each.node)
+            messages.append(Message(content, node, "query", ttl=ttl, group_id=each.group))
         if messages:
             waiting |= dict(zip(self._grid.push_messages(messages), asked, strict=True))
 
@@ -221,6 +222,7 @@ class MeetingChannel(GridChannel):
                 self._places[of.node] = place = min(named, key=lambda node: self._turns[node])
                 self._turns[place] += 1
             if self._place(of.node) in live:
+                of.deadline_s = max(0.0, of.until - now)
                 found.append(of)
         away[:] = [of for of in away if of not in found]
         return found
@@ -269,6 +271,8 @@ class _Asked:
     node: int
     record: ArrayRecord
     envelope: bytes
+    deadline_s: float
+    """Seconds that the site has from when it is sent."""
     until: float
     """Its deadline, on the monotonic clock."""
     group: str

@@ -264,7 +264,7 @@ def test_a_reply_that_was_not_taken_outlives_the_run(tmp_path: Path) -> None:
     with open_channel(tmp_path) as channel, connected(channel, site, tmp_path):
         asking, wanted = GridChannel(channel.grid, sender_of(RUN), {1: "site-1"}), {1: contribute(MODEL)}
         requests: dict[str, Any] = {}
-        asking._push(requests, asking._asked(wanted, time.monotonic() + WAIT_S, "1"))
+        asking._push(requests, asking._asked(wanted, WAIT_S, "1"))
         assert channel.grid.wait(WAIT_S)
         while not channel.grid._answers:
             assert channel.grid.wait(WAIT_S)

@@ -181,6 +181,7 @@ def test_a_coordinator_does_not_start_with_metrics_for_all(
 # gRPC health
 
 
+@pytest.mark.usefixtures("talkative")
 def test_the_door_is_healthy_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by gRPC's own client, which proves nothing."""
     monkeypatch.setattr(server_door, "HANDSHAKE_S", 0.3)
