@@ -7,7 +7,8 @@ memory is free, which earlier chats have left behind. Here it sees its chat alon
 - the clock stands still, in no time zone and one language, and there are no random numbers: a template that uses the
   filter `random` or `lipsum` is refused, chat by chat;
 - a set is a sorted list, because its own order is random in each process;
-- an iterator is a list at once, and a function or method is a value without an address.
+- an iterator is a list at once, and a function, method or class is a value without an address and attributes: on a
+  class a template could leave a mark that later chats find.
 
 Memory and time are not bounded: a template may multiply a text, and the template's reader has to see that it does not.
 
@@ -53,7 +54,10 @@ def _time(form: str) -> str:
 
 
 class _Value:
-    """A function as a template sees it: it can be called, and is not printed by its address."""
+    """A function or class as a template sees it: it can be called, takes no attribute, and is not printed by its
+    address."""
+
+    __slots__ = ("_call",)
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -75,7 +79,7 @@ class _Cycler(jinja2.utils.Cycler):
         return "<cycler>"
 
 
-_PRINTED_ALIKE = (jinja2.Undefined, jinja2.runtime.Macro, _Value, _Joiner, _Cycler, type)
+_PRINTED_ALIKE = (jinja2.Undefined, jinja2.runtime.Macro, _Value, _Joiner, _Cycler)
 
 
 def _plain(value: Any) -> Any:
@@ -158,9 +162,9 @@ def compiled(template: str) -> jinja2.Template:
     environment.globals = {
         "range": _Value(safe_range),
         "dict": _Value(dict),
-        "namespace": jinja2.utils.Namespace,
-        "joiner": _Joiner,
-        "cycler": _Cycler,
+        "namespace": _Value(jinja2.utils.Namespace),
+        "joiner": _Value(_Joiner),
+        "cycler": _Value(_Cycler),
         "raise_exception": _Value(_refuse),
         "strftime_now": _Value(_time),
     }

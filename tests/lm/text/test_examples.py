@@ -1,5 +1,6 @@
 """Exactly the answers are learned, whatever the tokenizer and its chat template do to a text."""
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cloister.lm.text.chat import render
+from cloister.lm.text.chat import compiled, render
 from cloister.lm.text.examples import ANSWER, CONTEXT, Example, to_examples
 from cloister.lm.text.records import Records, Unusable, read_each, read_records
 from cloister.lm.text.tokenizer import END, PAD, byte_tokenizer, tokenizer_digest
@@ -289,6 +290,49 @@ def chat_of(said: str) -> dict[str, Any]:
 def test_no_rendering_sees_another(reads: str) -> None:
     """A template that uses the clock for one record alone would tell the others of it."""
     assert len(set(rendered(reads))) == 1
+
+
+LASTING = ("range", "dict", "namespace", "joiner", "cycler", "raise_exception", "strftime_now")
+MADE = (
+    "''",
+    "1",
+    "[]",
+    "joiner()",
+    "cycler('a')",
+    "cycler('a').next",
+    "namespace()",
+    "messages.count",
+    "f",
+    "self",
+)
+
+
+@pytest.mark.parametrize(
+    "of", ["cycler", "cycler('a')", "joiner", "joiner()", "namespace()", "dict", "range(1)"]
+)
+@pytest.mark.parametrize(
+    "name", ["reset", "next", "__call__", "__init__", "__setattr__", "__setitem__", "update"]
+)
+def test_no_chat_leaves_a_mark_on_what_others_see(of: str, name: str) -> None:
+    """A class's own function would set an attribute of anything that it is given, such as another class."""
+    see = "".join(f"{{{{ {each}.pos is defined }}}}{{{{ {each}.used is defined }}}}" for each in LASTING)
+    for thing in (*LASTING, *MADE):
+        mark = f"{{% if messages[0].content == 'mark' %}}{{% set _ = {of}.{name}({thing}, 'pos', 1) %}}{{% endif %}}"
+        for touch in (mark, mark.replace(", 'pos', 1", "")):
+            template = f"{{% macro f() %}}{{% endmacro %}}{see}{touch}{see}"
+            before = render(template, [{"role": "user", "content": "x"}], {})
+            with contextlib.suppress(Exception):  # most are no functions, or refuse what they are given
+                render(template, [{"role": "user", "content": "mark"}], {})
+            assert render(template, [{"role": "user", "content": "x"}], {}) == before
+            assert "True" not in render(see, [], {}), "another template sees it"
+
+
+def test_what_lasts_takes_no_attribute() -> None:
+    made = compiled("")
+    assert set(made.globals) == set(LASTING)
+    for value in made.globals.values():
+        with pytest.raises(AttributeError):
+            value.pos = 0
 
 
 def test_the_order_of_a_set_is_not_that_of_the_process() -> None:
