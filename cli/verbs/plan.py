@@ -207,7 +207,8 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     """What the secure sum tolerates and costs."""
     of_group = " of a group" if plan.aggregation.groups > 1 else ""
     yield f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
-    yield "dropouts and colluders tolerated", f"{secure.dropouts} and {secure.colluders}"
+    yield "dropouts that it tolerates", f"{secure.n - secure.quorum}"
+    yield "dropouts and colluders assumed", f"{secure.dropouts} and {secure.colluders}"
     yield "sites that must finish", f"{secure.quorum}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)

@@ -171,6 +171,11 @@ class AuditRow(_Strict):
     problem: str = ""
     """What was released and not charged, in words; empty if what was released fits the charge."""
 
+    def refutes(self, epsilon: float) -> bool:
+        """Whether the guesses refute a claim of `epsilon`, or of what was played."""
+        bound = self.epsilon if self.refuting is None else self.refuting
+        return bound > (epsilon if self.claimed is None else min(epsilon, self.claimed))
+
 
 @dataclass(frozen=True)
 class RunReport(_Strict):
@@ -263,6 +268,11 @@ class RunReport(_Strict):
     """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1
     """Version of this form."""
+
+    @property
+    def members(self) -> int:
+        """Sites of the plan, also those that were never asked."""
+        return max(len(self.sites), self.federation)
 
     def __post_init__(self) -> None:
         """Refuse a report that contradicts itself."""
@@ -383,11 +393,12 @@ def _contradiction(report: RunReport, epsilon: float) -> str:
     audit = report.audit
     if audit is None:
         return ""
-    claimed = epsilon if audit.claimed is None else min(epsilon, audit.claimed)
-    bound = audit.epsilon if audit.refuting is None else audit.refuting
-    if bound > claimed:
-        found = f"epsilon is above {at_least(bound)}, and {at_most(claimed)} would be claimed"
-        return f"an audit found that {found}"
+    if audit.refutes(epsilon):
+        bound = audit.epsilon if audit.refuting is None else audit.refuting
+        claimed = epsilon if audit.claimed is None else min(epsilon, audit.claimed)
+        return (
+            f"an audit found that epsilon is above {at_least(bound)}, and {at_most(claimed)} would be claimed"
+        )
     if audit.problem:
         return f"an audit found that what was released is not what was charged ({audit.problem})"
     return ""
@@ -396,7 +407,7 @@ def _contradiction(report: RunReport, epsilon: float) -> str:
 def _weakness(report: RunReport, epsilon: float) -> str:
     """Why a guarantee of `epsilon` would be true but without practical protection; empty if it protects."""
     assert report.delta is not None
-    sites, published = max(len(report.sites), report.federation), ""
+    sites, published = report.members, ""
     if report.delta >= UNCLAIMED_DELTA:
         published = "each unit with probability 1/100"
     elif report.unit == "site" and sites and report.delta >= 1 / sites:

@@ -11,7 +11,7 @@ from typing import Any
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.identity.roster import Roster
 from cloister.server.record import journal as steps
-from cloister.server.record.folder import RunFiles, stored_checkpoints
+from cloister.server.record.folder import RunFiles, read_plan, stored_checkpoints
 from cloister.server.record.journal import Journal
 
 
@@ -33,6 +33,8 @@ class RunHistory:
     """For each site its refusals, in words, each once."""
     left_out: Mapping[str, str]
     """Sites that lied in a secure sum, each with when and what, in words."""
+    plan: str
+    """Digest of the plan with which it began; empty: it is not known."""
     simulated: bool
     """Whether the run's sites are in its folder, or were when it began: then their own ledgers are of this run."""
     finished: bool
@@ -92,6 +94,7 @@ def run_history(files: RunFiles) -> RunHistory:
         survivors=survivors,
         left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
+        plan=created.get("plan", ""),
         simulated=created["simulated"],
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
@@ -127,7 +130,8 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
-            facts = {"run": secrets.token_hex(16), "simulated": files.sites.path.is_dir()}
+            simulated, plan = files.sites.path.is_dir(), read_plan(files.path).digest()
+            facts = {"run": secrets.token_hex(16), "simulated": simulated, "plan": plan}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)

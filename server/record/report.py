@@ -89,7 +89,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     files, plan = RunFiles(path), read_plan(path)
     history = run_history(files)
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
-    account = _account(files, history, terms)
+    account = _account(files, plan, history, terms)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,
@@ -129,7 +129,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         ),
         secure=_secure(plan),
         ledger=account.ledger,
-        audit=_audit(files.audit),
+        audit=audit_row(files.audit),
         dataset=over_runs(plan, history, account.epsilon),
         units=claims.things(plan),
         groups=_groups(account, terms),
@@ -206,7 +206,7 @@ class _Account:
     """For each site whose own ledger counts more, a sentence that says so."""
 
 
-def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Account:
+def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | None) -> _Account:
     if terms is None:
         return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
     try:
@@ -215,6 +215,8 @@ def _account(files: RunFiles, history: RunHistory, terms: Terms | None) -> _Acco
         return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
     entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
+    if history.plan not in ("", plan.digest()):
+        problem = f"{files.plan_file} is not the plan with which the run began"
     if problem:
         return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
     compose = _Composer(terms)
@@ -529,7 +531,12 @@ def _dimension(files: RunFiles) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
-def _audit(path: Path) -> AuditRow | None:
+def audit_row(path: Path) -> AuditRow | None:
+    """What the last audit of a run found; None: there is none.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
     if not path.exists():
         return None
     try:

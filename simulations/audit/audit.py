@@ -31,8 +31,10 @@ a plan or a message can request: they exist only in the files of the audit.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,7 +49,7 @@ from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.public import base_of, public_model
-from cloister.server.record.report import most_charges
+from cloister.server.record.report import audit_row, most_charges
 from cloister.simulations.audit.audited import Audited, Progress, Streams
 from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.rounds import Federation
@@ -86,6 +88,7 @@ def audit(
     """
     plan = folder.plan
     _check(plan, canaries, steps, confidence)
+    _check_quiet(folder)
     coins = streams or NoiseStream.fresh
     noises = (lambda _who, _round: streams()) if streams else partial(noise_of, plan)
     rounds = _rounds_paid_for(folder)
@@ -133,6 +136,23 @@ def _check(plan: Plan, canaries: int | None, steps: int | None, confidence: floa
     if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
         expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
         raise CloisterError("--steps", steps, expected=expected)
+
+
+def _check_quiet(folder: RunFolder) -> None:
+    """Check that no audit of the run has raised an alarm: a weaker or a lucky one would take it back.
+
+    Raises:
+        RunFolderError: one has.
+    """
+    found = None
+    with suppress(RunFolderError):  # a damaged file is replaced
+        found = audit_row(folder.audit)
+    if found is not None and (found.problem or found.refutes(math.inf)):
+        raise RunFolderError(
+            str(folder.audit),
+            expected="no alarm of an earlier audit, which another one would replace",
+            fix="release nothing from this run; to audit it again anyway, move the file away",
+        )
 
 
 def _rounds_paid_for(folder: RunFolder) -> int:

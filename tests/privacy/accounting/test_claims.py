@@ -46,6 +46,16 @@ def test_what_is_said_follows_the_plan() -> None:
         assert "were not read for this report" in record
 
 
+@pytest.mark.parametrize(("sites", "splits"), [(200, False), (2000, True)])
+def test_what_is_said_of_sums_that_can_be_opened_follows_the_cohort(sites: int, splits: bool) -> None:
+    """A cohort that a coordinator can split is opened in parts."""
+    settings = (*COMMON, "privacy.unit=site", "privacy.noise_multiplier=4.0", f"cohort.sites={sites}")
+    said = words(*settings)
+    honest = parse("", settings).honest()
+    assert ("of the updates of one cohort only one sum is opened" in said) == (not splits)
+    assert (f"several parts of a cohort, each of at least {honest} honest sites" in said) == splits
+
+
 def test_what_is_said_of_the_owner_as_the_unit_follows_the_plan() -> None:
     base = (*TEXTS, *COMMON, "privacy.unit=owner", "data.owner=patient_id", "data.sequence_length=64")
     owner = words(*base, "privacy.records=5", "privacy.windows=2")

@@ -209,6 +209,7 @@ def test_a_delta_that_a_run_which_publishes_one_site_would_meet_is_not_claimed(c
     assert not verdict(met).holds
     few = dataclasses.replace(met, sites=sites[:40])  # the others took no part
     assert not verdict(dataclasses.replace(few, federation=count)).holds
+    assert dataclasses.replace(few, federation=count).members == count
     below = min(math.nextafter(1 / count, 0), math.nextafter(UNCLAIMED_DELTA, 0))
     assert verdict(dataclasses.replace(met, delta=below)).holds
     if count > 100:

@@ -713,6 +713,7 @@ def test_the_audit_plays_all_rounds_of_it(begin: Begin, monkeypatch: pytest.Monk
             with monkeypatch.context() as patch:
                 mutant(patch)
                 assert "noise" in audit(folder).row.problem
+            folder.audit.unlink()
 
 
 # Moments that sites keep from their cohort's last round.

@@ -415,6 +415,14 @@ def test_the_own_ledger_of_a_site_that_counts_more_is_believed(
     assert "the ledger of site-001 itself does not verify" in no_claim(copy)
 
 
+def test_a_plan_that_is_not_that_of_the_run_carries_no_claim(copy: Path) -> None:
+    """Another unit costs as much, and the report would claim it."""
+    plan = json.loads((copy / "plan.json").read_text())
+    plan["data"]["sequence_length"] *= 2
+    (copy / "plan.json").write_text(json.dumps(plan))
+    assert "is not the plan with which the run began" in no_claim(copy)
+
+
 @pytest.mark.parametrize("unit", ["record", "site"])
 def test_a_site_whose_own_ledger_is_lost_carries_no_claim(
     unit: str, request: pytest.FixtureRequest, tmp_path: Path

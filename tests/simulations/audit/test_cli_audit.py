@@ -174,6 +174,8 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ran(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    """An audit of a run that several tests audit: the alarm of another one is not of it."""
+    (run / "audit.json").unlink(missing_ok=True)
     capsys.readouterr()
     code = main(["audit", str(run), "--json", *options])
     out, err = capsys.readouterr()
@@ -526,6 +528,7 @@ def test_honest_steps_raise_no_alarm(
 ) -> None:
     streams = (NoiseStream.from_declared_seed(1000 * (seed + 1) + n) for n in itertools.count())
     with RunFolder.reopen(record) as folder:
+        folder.audit.unlink(missing_ok=True)
         found = audit(folder, canaries=500, steps=10, streams=lambda: next(streams))
     assert not found.alarm, found.row.problem
     assert min(check.p for check in found.checks) > 1e-4
@@ -704,6 +707,12 @@ def test_a_total_beside_the_vector_raises_an_alarm(
     code, result, _ = ran(capsys, site, *FEW)
     assert (code, result["alarm"]) == (3, True)
     assert TOLD in result["row"]["problem"]
+    before = (site / "audit.json").read_bytes()
+    assert main(["audit", str(site), *FEW]) == 2, (
+        "another one, which may be weaker or lucky, takes no alarm back"
+    )
+    assert "no alarm of an earlier audit" in capsys.readouterr().err
+    assert (site / "audit.json").read_bytes() == before
 
 
 def test_longer_updates_than_the_clip_end_an_audit_of_sums_in_clear(
