@@ -229,6 +229,19 @@ def test_a_folder_that_is_restored_while_its_command_runs_is_refused(
         assert (theirs.known("north"), ours.known(COORDINATOR)) == kept
 
 
+def test_a_site_that_cannot_read_its_audit_log_says_so(
+    parties: Parties, probe: Callable[[str], dict[str, Any]]
+) -> None:
+    """And opens no session: the coordinator would take it for a restored one."""
+    log = parties.site.parent / "state" / AUDIT_LOG
+    with parties.door(), parties.started():
+        probe("")
+    log.write_bytes(b"not a log\n")
+    with parties.door() as door, parties.started():
+        assert not probe(f"{log}: expected an audit log")["connected"]
+        assert door.states()["north"] == "not connected"
+
+
 def test_a_version_that_is_installed_is_used_without_a_restart(parties: Parties, tmp_path: Path) -> None:
     """The door has moved, and the site has a new key."""
     with parties.started():
