@@ -133,28 +133,29 @@ class Spending:
         return history
 
     def _check_newest(self, entries: Sequence[Entry]) -> None:
-        """Check that the ledger has the last charge that the site has made in it.
+        """Check that the ledger has the last charge that the site has made on its data, in whatever file.
 
         Raises:
-            LedgerError: it is lost, or older, such as a restored backup.
+            LedgerError: it is lost, older, such as a restored backup, or another one.
         """
-        head = self._heads().get(str(self._path.absolute()))
+        head = self._heads().get(self._dataset)
         if head is not None and all(entry.hash.hex() != head for entry in entries):
             raise LedgerError(
                 str(self._path),
                 f"{len(entries)} charges",
-                expected=f"the charge with the hash {head}, which this site has made in it",
+                expected=f"the charge with the hash {head}, the last that this site has made on {self._dataset!r}",
                 fix=f"restore its newest copy; if it is lost, so is what was spent: remove {self._head_file} to go on",
             )
 
     def _noted(self, entry: Entry) -> Entry:
-        """Note a charge as the last one in its ledger; after a power cut an older one may be noted, and less found."""
-        heads = self._heads() | {str(self._path.absolute()): entry.hash.hex()}
+        """Note a charge as the last one on its data; after a power cut an older one may be noted, and less found."""
+        heads = self._heads() | {self._dataset: entry.hash.hex()}
         write_bytes(self._head_file, json.dumps(heads).encode(), durable=False)
         return entry
 
     def _heads(self) -> dict[str, str]:
-        """The hash of the last charge by the path of the ledger; none where the file is missing or damaged."""
+        """The hash of the last charge by the name of the data, which a folder that is moved or linked does not change;
+        none where the file is missing or damaged."""
         try:
             return dict(json.loads(self._head_file.read_bytes()))
         except (OSError, ValueError, TypeError):

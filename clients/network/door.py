@@ -119,6 +119,20 @@ class _Session:
     channel: grpc.Channel
     key: bytes = field(repr=False)
     unsent: queue.SimpleQueue[pb.FromSite | None]
+    seen: Head
+    """What the coordinator has seen of the site's audit log; of the pulse's thread."""
+
+    def say_alive(self, heads: Heads) -> None:
+        """Show the coordinator that the site is alive; end the session if the site's audit log cannot follow.
+
+        The next session says why it lacks what the coordinator has seen, which the coordinator keeps until then.
+        """
+        try:
+            self.seen = heads.following(COORDINATOR, self.seen)
+            self.unsent.put(pb.FromSite(alive=pb.Alive(head=pb.Head(**asdict(self.seen)))))
+        except CloisterError as error:
+            _log.warning("door: %s", error)
+            self.unsent.put(None)
 
     def call(self, kind: str, name: str) -> Any:
         """A call of the service, with messages as bytes."""
@@ -289,20 +303,22 @@ class DoorSite:
         Raises:
             UntrustedError: the server has no certificate of the federation's authority for its host.
             MemberError: the coordinator refuses the site.
-            RestoredError: the site's audit log lacks what the coordinator has seen of it.
+            RestoredError: an audit log lacks what the other party has seen of it.
             DoorError: the coordinator cannot be reached, or did not answer as expected.
-            CloisterError: the site's own key or federation cannot be read.
+            CloisterError: the site's own key, federation or audit log cannot be read.
         """
         visitor, entrance = self._visitor, self._visitor.entrance()
         identity, seen = visitor.identity(), pb.Head(**asdict(visitor.heads.known(COORDINATOR)))
+        own = pb.Head(**asdict(visitor.heads.own()))
         with talking(entrance, "Session") as talk, self._watched(talk.call, HANDSHAKE_S) as moving:
-            talk.introduce(entrance, visitor.name, identity, seen=seen, own=self._own())
+            talk.introduce(entrance, visitor.name, identity, seen=seen, own=own)
             said = talk.hear("welcome")
-            visitor.heads.check(COORDINATOR, Head.said(said.welcome.seen.number, said.welcome.seen.hash))
+            known = Head.said(said.welcome.seen.number, said.welcome.seen.hash)
+            visitor.heads.check(COORDINATOR, known)
             self.trouble, moving.limit_s = "", SILENT_S
             _log.info("connected to %s", entrance.address)
             self._heard(said)
-            self._connected(_Session(talk.channel, said.welcome.key, talk.unsent))
+            self._connected(_Session(talk.channel, said.welcome.key, talk.unsent, known))
             try:
                 for data in talk.call:
                     moving.moved()
@@ -330,13 +346,6 @@ class DoorSite:
             self._requests.heard(said)
             self._changed.notify_all()
 
-    def _own(self) -> pb.Head:
-        """The head of the site's audit log; an empty one where it cannot be read, which other places say."""
-        try:
-            return pb.Head(**asdict(self._visitor.heads.own()))
-        except CloisterError:
-            return pb.Head()
-
     @contextmanager
     def _watched(self, call: Any, limit_s: float) -> Iterator[_Moving]:
         """Cancel a call when its counter stops, and at `stop`."""
@@ -362,7 +371,7 @@ class DoorSite:
                 stalled = [each for each in self._moving if now - each.at > each.limit_s]
                 if self._session is not None and now - said_at >= HEARTBEAT_S - wait_s / 2:
                     said_at = now
-                    self._session.unsent.put(pb.FromSite(alive=pb.Alive(head=self._own())))
+                    self._session.say_alive(self._visitor.heads)
             for each in stalled:
                 each.call.cancel()
 

@@ -4,6 +4,10 @@ Each party says the head of its audit log to the other in a session, and keeps t
 says what it has kept, and the owner of the log must have that line. A folder that was restored from an older backup
 lacks it: its ledger and its marks may lack charges and answers of the time between.
 
+A folder may also be restored while its command runs, and its log may then outgrow the head that the other party has
+kept, which the next head would replace. So an owner remembers what the other party has seen in the session, and says
+no other head before it has checked that its log still has that line.
+
 A head is said to parties that have proved who they are, and shows the number of lines. The hash is that of the line
 under a key of its own party: nobody else can test guesses of what the line tells. It binds nobody who lies: a party
 that forks its log on purpose can keep both.
@@ -73,6 +77,12 @@ class Heads:
         line = None if self._log is None else line_of(self._log)
         return EMPTY if line is None else self._head(line)
 
+    def following(self, peer: str, seen: Head) -> Head:
+        """The head of its own log to say next, after a check of what another party has seen; errors as for `check`."""
+        own = self.own()  # first: a log that is replaced in between is found
+        self.check(peer, seen)
+        return own
+
     def known(self, peer: str) -> Head:
         """What it has kept of another party; `EMPTY` if nothing, or what is there is damaged."""
         try:
@@ -81,10 +91,14 @@ class Heads:
             return EMPTY
 
     def note(self, peer: str, head: Head) -> None:
-        """Keep a head of another party, unless it is the one that is kept, or of a shorter log.
+        """Keep a head of another party, which is not of a shorter log than it was.
 
         A power cut, or a disk that refuses, may lose it: then less is found, and a warning says so of the disk.
+
+        Raises:
+            RestoredError: it is.
         """
+        self.check_newest(peer, head)
         if self._folder is None or head.number <= self.known(peer).number:
             return
         try:
@@ -106,8 +120,8 @@ class Heads:
                 f"audit log of {peer}",
                 f"{own.number} lines",
                 expected=f"at least the {known.number} that were seen of it: this is a restored backup, or a copy of "
-                "the site's folder that runs beside it",
-                fix="end the copy, or restore a newer one; if there is none, the coordinator can remove "
+                "its folder that runs beside it",
+                fix="end the copy, or restore a newer one; if there is none, the party that keeps the head can remove "
                 f"heads/{peer}.json",
             )
 

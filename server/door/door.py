@@ -482,19 +482,19 @@ class Door(Closing):
         task = asyncio.current_task()
         assert task is not None
         async with asyncio.timeout(HANDSHAKE_S):
-            site, public = await self._greet(context)
-            seen = await self._disk(partial(self._heads.known, site.name))
+            site, public, seen = await self._greet(context)
+            known = await self._disk(partial(self._heads.known, site.name))
         if not self._is_member(site.name, public):  # it was removed meanwhile
             raise _no_member(site.name)
         peer = context.peer()
         self._front.proved(peer, site.name)
         if site.session is not None:
             site.session.end("the site has opened another session")
-        session = site.session = Session(os.urandom(32), partial(self._cancel, task))
+        session = site.session = Session(os.urandom(32), partial(self._cancel, task), seen)
         site.public, site.refused = public, ""
         self._sessions[session.key] = site, session
         label = self._run.label if self._run else ""
-        session.tell(welcome=pb.Welcome(key=session.key, run=label, seen=pb.Head(**asdict(seen))))
+        session.tell(welcome=pb.Welcome(key=session.key, run=label, seen=pb.Head(**asdict(known))))
         if site.pending is not None and site.pending.reply is None:
             session.send(site.pending.letter)
         _log.info("%s is connected", site.name, extra={"site": site.name})
@@ -523,8 +523,8 @@ class Door(Closing):
         if self._run is not None:
             self._run.show(list(self._sites.values()))
 
-    async def _greet(self, context: Context) -> tuple[Site, bytes]:
-        """Steps 1 to 3: the site that has proved who it is, and its key."""
+    async def _greet(self, context: Context) -> tuple[Site, bytes, Head]:
+        """Steps 1 to 3: the site that has proved who it is, its key, and what it has seen of the audit log."""
         hello = _said(await _read(context), "hello").hello
         proof, member = await self._challenge(hello, context)
         if not member:
@@ -539,7 +539,7 @@ class Door(Closing):
         except CloisterError as error:
             site.refused = str(error)
             raise
-        return site, proof.key
+        return site, proof.key, seen
 
     async def _challenge(self, hello: pb.Hello, context: Context) -> tuple[pb.Proof, bool]:
         """The proof of the key that a peer has, and whether it is that of the site whose name it says."""
@@ -661,17 +661,22 @@ class Door(Closing):
             match said.WhichOneof("said"):
                 case "alive":
                     self._front.proved(context.peer(), site.name)
-                    head = await self._disk(partial(self._exchange_heads, site, said.alive.head))
-                    session.tell(alive=pb.Alive(head=pb.Head(**asdict(head))))
+                    try:
+                        compared = partial(self._compare, site, session, said.alive.head)
+                        session.seen = await self._disk(compared)
+                    except CloisterError as error:
+                        site.refused = str(error)
+                        raise
+                    session.tell(alive=pb.Alive(head=pb.Head(**asdict(session.seen))))
                 case "reply":
                     self._replied(site, session, said.reply)
                 case other:
                     raise DoorError("message", other or "", expected="a reply or alive")
 
-    def _exchange_heads(self, site: Site, seen: pb.Head) -> Head:
-        """Keep the head of a site's audit log; that of the coordinator's."""
-        self._heads.note(site.name, Head.said(seen.number, seen.hash))
-        return self._heads.own()
+    def _compare(self, site: Site, session: Session, head: pb.Head) -> Head:
+        """Keep the head of a site's audit log; that of the coordinator's, which must have what the site has seen."""
+        self._heads.note(site.name, Head.said(head.number, head.hash))
+        return self._heads.following(site.name, session.seen)
 
     async def _tell(self, session: Session, context: Context) -> None:
         while True:

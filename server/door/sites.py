@@ -12,6 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from cloister.protocol.identity.heads import Head
 from cloister.protocol.messages import door_pb2 as pb
 from cloister.protocol.messages.transfer import CHUNK, SLOWEST, STALL_S, Arrivals
 from cloister.server.door.rate import Rate
@@ -95,6 +96,8 @@ class Session:
     """Names it in uploads and downloads; 32 random bytes."""
     end: Callable[[str], None]
     """Ends it, with the reason that the site is told."""
+    seen: Head
+    """What the site has seen of the coordinator's audit log."""
     unsent: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(_UNSENT))
     transfers: set[asyncio.Task[Any]] = field(default_factory=set)
 

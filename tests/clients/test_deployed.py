@@ -197,6 +197,51 @@ def test_a_folder_that_was_restored_from_a_backup_is_refused(
         assert found["connected"] == (restored == "both")
 
 
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("restored", ["site", "coordinator"])
+def test_a_folder_that_is_restored_while_its_command_runs_is_refused(
+    parties: Parties,
+    probe: Callable[[str], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    restored: str,
+    forked: bool,
+) -> None:
+    """Also if its log outgrows, between two exchanges, what the other party has seen; and in each later session."""
+    monkeypatch.setattr("cloister.clients.network.door.HEARTBEAT_S", 0.02)
+    state = parties.site.parent / "state"
+    ours, theirs = Heads(None, state / "heads"), Heads(None, parties.registry.path / "heads")
+    path = parties.log if restored == "coordinator" else state / AUDIT_LOG
+    copy = tmp_path / AUDIT_LOG
+    with parties.door(), parties.started():
+        for log in (parties.log, state / AUDIT_LOG):
+            AuditLog(log).record(*[Fact("join", "run", "plan")] * 2)
+        while (theirs.known("north").number, ours.known(COORDINATOR).number) != (2, 2):
+            probe("")
+        kept = theirs.known("north"), ours.known(COORDINATOR)
+        copy.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+        if forked:
+            AuditLog(copy).record(*[Fact("join", "another run", "plan")] * 4)
+        copy.replace(path)
+        shorter = restored == "site" and not forked
+        for _ in range(3):
+            probe("at least the 2 that were seen" if shorter else "line 2 as ")
+        assert (theirs.known("north"), ours.known(COORDINATOR)) == kept
+
+
+def test_a_site_that_cannot_read_its_audit_log_says_so(
+    parties: Parties, probe: Callable[[str], dict[str, Any]]
+) -> None:
+    """And opens no session: the coordinator would take it for a restored one."""
+    log = parties.site.parent / "state" / AUDIT_LOG
+    with parties.door(), parties.started():
+        probe("")
+    log.write_bytes(b"not a log\n")
+    with parties.door() as door, parties.started():
+        assert not probe(f"{log}: expected an audit log")["connected"]
+        assert door.states()["north"] == "not connected"
+
+
 def test_a_version_that_is_installed_is_used_without_a_restart(parties: Parties, tmp_path: Path) -> None:
     """The door has moved, and the site has a new key."""
     with parties.started():

@@ -472,11 +472,61 @@ def test_a_ledger_that_is_lost_or_older_is_found(federate: Federate) -> None:
     with raises(LedgerError, ledger):
         federation.site(policy="").join(federation.join_request())  # by a site without a policy too
     ledger.write_bytes(newest)
-    # Another ledger is of other data, and the person who decides can go on without the lost one.
-    federation.site(ledger=str(ledger.with_name("other.sqlite"))).contribute(asked(federation, number=3))
+    # The person who decides can go on without the lost one.
     ledger.unlink()
+    with raises(LedgerError, ledger):
+        site.join(federation.join_request())
     (site.config.folder / "ledger-heads.json").unlink()
-    site.contribute(asked(federation, number=3))
+    site.join(federation.join_request())
+
+
+@pytest.mark.usefixtures("before_masks")
+def test_another_ledger_is_for_other_data(federate: Federate) -> None:
+    """One ledger may be for several data sets, and a site may have several ledgers."""
+    federation = federate(RECORD)
+    first = federation.joined()
+    ledger, other = Path(first.config.ledger), Path(first.config.ledger).with_name("other.sqlite")
+    first.contribute(asked(federation, number=1))
+    with raises(LedgerError, other):
+        federation.site(ledger=str(other)).contribute(asked(federation, number=2))
+    second = federation.site(ledger=str(other), dataset="second")
+    second.contribute(asked(federation, number=2))
+    third = federation.site(dataset="third")
+    third.contribute(asked(federation, number=3))
+    for site in (first, second, third):
+        site.join(federation.join_request())
+    ledger.unlink()
+    for site in (first, third):
+        with raises(LedgerError, ledger):
+            site.join(federation.join_request())
+    second.join(federation.join_request())
+
+
+@pytest.mark.usefixtures("before_masks")
+@pytest.mark.parametrize("where", ["moved", "linked", "ledger alone"])
+def test_a_lost_ledger_is_found_wherever_the_folder_and_the_ledger_are(
+    federate: Federate, where: str
+) -> None:
+    federation = federate(RECORD)
+    site = federation.joined()
+    site.contribute(asked(federation, number=1))
+    ledger = Path(site.config.ledger)
+    home, new = ledger.parent, federation.sites_folder / "new"
+    match where:
+        case "moved":
+            home.rename(new)
+        case "linked":
+            new.symlink_to(home)
+        case _:
+            new.mkdir()
+            ledger.rename(new / ledger.name)
+    there = home if where == "ledger alone" else new
+    config = read_config(there / "site.toml").model_copy(update={"ledger": str(new / ledger.name)})
+    moved = Site(config, federation.resident)
+    moved.contribute(asked(federation, number=2))
+    (new / ledger.name).unlink()
+    with raises(LedgerError, new / ledger.name):
+        moved.contribute(asked(federation, number=3))
 
 
 DEMANDS = [

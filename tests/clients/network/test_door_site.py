@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from cloister.protocol.errors import (
     RosterError,
     UntrustedError,
 )
+from cloister.protocol.identity.audit_log import AuditLog, Fact
+from cloister.protocol.identity.heads import COORDINATOR, NO_HEADS, Head, Heads
 from cloister.protocol.identity.roster import new_identity
 from cloister.protocol.identity.session import Entrance
 from cloister.protocol.messages.envelope import Sender
@@ -48,9 +51,9 @@ from cloister.tests.parties.door_parties import (
 NOW = datetime.datetime.now(datetime.UTC)
 
 
-def door(certificate: ServerCertificate = CERTIFICATE, name: str = "site-1") -> Door:
+def door(certificate: ServerCertificate = CERTIFICATE, name: str = "site-1", heads: Heads = NO_HEADS) -> Door:
     federation = federation_of({each: identity_of(each) for each in (name, "site-2", "site-3")})
-    return Door(lambda: certificate, lambda: federation, "127.0.0.1:0")
+    return Door(lambda: certificate, lambda: federation, "127.0.0.1:0", heads)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -58,6 +61,18 @@ def wait_until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < until
         moment.wait(0.01)
+
+
+def run_until(visitor: Visitor, folder: Path, trouble: str) -> None:
+    """Run a site until it says a trouble."""
+    site = DoorSite(visitor, Answering, folder / visitor.name, jitter=lambda: 0.01)
+    thread = threading.Thread(target=site.run)
+    thread.start()
+    try:
+        wait_until(lambda: trouble in site.trouble)
+    finally:
+        site.stop()
+        thread.join(WAIT_S)
 
 
 def refusal(
@@ -224,6 +239,58 @@ def test_long_requests_leave_one_frame_beside_the_model(
             ]
             assert len(list(kept.iterdir())) == len(held)
         assert len(held & {path.name for path in kept.iterdir()}) == len(held) - 1, "the model stays"
+
+
+def test_a_site_leaves_a_coordinator_whose_log_is_shorter_than_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a coordinator that does not look at its own log would say."""
+    monkeypatch.setattr("cloister.clients.network.door.HEARTBEAT_S", 0.02)
+    caplog.set_level(logging.WARNING)
+    numbers = iter((5, 5, 6))
+
+    def following(_peer: str, _seen: Head) -> Head:
+        return Head(next(numbers, 4), "a" * 64)
+
+    heads = Heads(None, tmp_path / "heads")
+    with door() as served, mock.patch.object(served._heads, "following", following):
+        visitor = Visitor("site-1", lambda: identity_of("site-1"), lambda: entrance_at(served.address), heads)
+        run_until(visitor, tmp_path, "audit log of coordinator")
+    assert heads.known(COORDINATOR) == Head(6, "a" * 64)
+    assert "4 lines" in caplog.text
+
+
+class Restored(Heads):
+    """Of a party whose log is replaced by a longer one, once, when it has just been compared at a greeting."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self._fork = folder / "audit.jsonl", folder / "fork"
+        folder.mkdir()
+        for path, run in ((self.log, "run"), (self._fork, "another run")):
+            AuditLog(path).record(*[Fact("join", run, "plan")] * (2 if path == self.log else 4))
+        super().__init__(self.log, folder / "heads")
+
+    def check(self, peer: str, head: Head) -> None:
+        super().check(peer, head)
+        if self._fork.exists():
+            self._fork.replace(self.log)
+
+
+@pytest.mark.usefixtures("unsynced")
+@pytest.mark.parametrize("restored", ["site", "coordinator"])
+def test_a_folder_that_is_restored_after_the_greeting_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored: str
+) -> None:
+    """Before the first exchange: what the other party has kept is of an earlier session."""
+    monkeypatch.setattr("cloister.clients.network.door.HEARTBEAT_S", 0.02)
+    other, broken = Heads(None, tmp_path / "heads"), Restored(tmp_path / "restored")
+    ours, theirs = (broken, other) if restored == "site" else (other, broken)
+    peer = "site-1" if restored == "site" else COORDINATOR
+    other.note(peer, broken.own())
+    with door(heads=theirs) as served:
+        visitor = Visitor("site-1", lambda: identity_of("site-1"), lambda: entrance_at(served.address), ours)
+        run_until(visitor, tmp_path, "line 2 as ")
+    assert (other.known(peer).number, broken.own().number) == (2, 4)
 
 
 def test_what_a_site_holds_of_a_run_goes_when_it_is_over(tmp_path: Path) -> None:

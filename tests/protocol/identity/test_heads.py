@@ -93,7 +93,8 @@ def test_a_head_is_kept_and_is_never_that_of_a_shorter_log(tmp_path: Path) -> No
     assert heads.known("north") == EMPTY
     heads.note("north", EMPTY)
     heads.note("north", Head(7, "a" * 64))
-    heads.note("north", Head(6, "b" * 64))
+    with raises(RestoredError, "audit log of north"):
+        heads.note("north", Head(6, "b" * 64))
     heads.note("east", Head(2, "c" * 64))
     assert heads.known("north") == Head(7, "a" * 64)
     (tmp_path / "heads" / "east.json").write_bytes(b"{")
@@ -111,6 +112,19 @@ def test_a_log_must_have_what_was_seen_of_it(log: Path) -> None:
     for head in (Head(304, seen[-1].hash), Head(12, seen[1].hash), Head(2**63, ""), Head(302, seen[2].hash)):
         with raises(RestoredError, "audit log"):
             heads.check("north", head)
+
+
+def test_the_head_to_say_next_is_of_a_log_that_still_has_the_last_one(log: Path) -> None:
+    heads, backup = Heads(log), log.read_bytes()
+    AuditLog(log).record(Fact("join", "run", "plan"))
+    said = heads.following("north", EMPTY)
+    AuditLog(log).record(Fact("join", "run", "plan"))
+    assert heads.following("north", said) == heads.own() == Head(302, heads.own().hash)
+    log.write_bytes(backup)
+    for _ in range(3):  # shorter, as long, longer
+        with raises(RestoredError, "audit log"):
+            heads.following("north", said)
+        AuditLog(log).record(Fact("join", "another run", "plan"))
 
 
 def test_a_head_says_nothing_of_its_line_to_who_has_not_the_key(log: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from cloister.tests.parties.door_parties import (
     identity_of,
     join_request,
     open_channel,
+    said,
 )
 from cloister.tests.parties.envelopes import sender_of
 
@@ -437,6 +438,25 @@ def test_an_older_copy_of_a_sites_folder_is_refused_whatever_key_it_has(tmp_path
                         copy.welcomed("site-1", identity_of(key), older)
                     assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
                 assert door.connected() == ["site-1"]
+
+
+def test_a_site_whose_log_is_shorter_than_it_was_in_the_session_is_refused(tmp_path: Path) -> None:
+    federation = federation_of({"site-1": identity_of("site-1")})
+    heads = Heads(None, tmp_path / "heads")
+    with (
+        Door(lambda: CERTIFICATE, lambda: federation, "127.0.0.1:0", heads) as door,
+        Raw(entrance_at(door.address)) as raw,
+    ):
+        call, _ = raw.open("site-1")
+        for number in (7, 7, 8):
+            raw.say(alive=pb.Alive(head=pb.Head(number=number, hash="a" * 64)))
+            assert said(call).WhichOneof("said") == "alive"
+        raw.say(alive=pb.Alive(head=pb.Head(number=7, hash="a" * 64)))
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert door.states()["site-1"].startswith("refused: audit log of site-1")
+    assert heads.known("site-1") == Head(8, "a" * 64)
 
 
 def test_a_certificate_that_was_renewed_is_served_at_once(tmp_path: Path) -> None:
