@@ -200,7 +200,10 @@ class SumLayout:
                 range.
         """
         check_pieces(pieces, self.length, self.ring.dtype)
-        counters = self.counted(_tail(self, pieces), 1)
+        tail = _tail(self, pieces)
+        counters = self.counted(tail, 1)
+        if not np.array_equal(tail, self.ring.encode_counters(list(counters.values()))):
+            raise UpdateError("code of the counters", expected="no limb that could wrap in a sum")
         most = levels = self.ring.levels
         if self.blocks is None and self.size:
             most = min(levels, -(-levels * counters[WEIGHT] // self.heaviest) + 1)

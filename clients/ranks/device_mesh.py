@@ -49,7 +49,8 @@ def mesh_for(
         everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
-        if mesh.shard > 1 and OPTIMIZERS[plan.local.optimizer].matrices:
+        alone = OPTIMIZERS[plan.local.optimizer].matrices or plan.privacy.method == "opacus"
+        if mesh.shard > 1 and alone:
             mesh = Mesh()
     else:
         mesh = Mesh()
@@ -70,13 +71,19 @@ def mesh_for(
             fix="set mesh.shard or mesh.replicate instead",
         )
     _check_optimizer(plan, mesh)
-    if plan.privacy.method == "opacus" and (
-        mesh.size > mesh.replicate or section.checkpointing or section.compile
-    ):
+    if plan.privacy.dpsgd and section.compile:
+        raise ModelError(
+            "mesh.compile",
+            True,
+            expected=f"false with privacy.unit = '{plan.privacy.unit}': which code computes a gradient depends "
+            "on the units before it",
+            fix="remove compile from the site's mesh",
+        )
+    if plan.privacy.method == "opacus" and (mesh.size > mesh.replicate or section.checkpointing):
         raise ModelError(
             "mesh",
             mesh.degrees(),
-            expected="only replicate above 1, without checkpointing and compile, because privacy.method is 'opacus'",
+            expected="only replicate above 1, without checkpointing, because privacy.method is 'opacus'",
             fix='set mesh.replicate instead, or use a plan with privacy.method = "reference"',
         )
     devices = devices_for_ranks(here, mesh.size)

@@ -76,7 +76,7 @@ from cloister.lm.training.moments import Carry
 from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.lm.training.train import Bench, LocalUpdate, add_proximal, class_factors
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import PlanError
+from cloister.protocol.errors import ModelError, PlanError
 from cloister.protocol.messages.blocks import runs
 from cloister.protocol.plan.plan import Plan
 
@@ -102,7 +102,9 @@ _AT_ONCE = 2**24
 
 
 def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> None:
-    """Check that the gradients of a plan's `privacy.method` are right for its model.
+    """Check that the gradients of a plan's `privacy.method` are right for its model, and those of a unit its own.
+
+    A compiled block chooses its code by the shapes that it has met, so by the units before.
 
     Args:
         plan: The plan.
@@ -111,7 +113,10 @@ def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> 
 
     Raises:
         PlanError: the plan asks for Opacus, but its gradients are wrong or unproven for the model.
+        ModelError: blocks of the model are compiled.
     """
+    if any(module._compiled_call_impl is not None for module in model.module.modules()):
+        raise ModelError("mesh.compile", True, expected=f"false with privacy.unit = '{plan.privacy.unit}'")
     wanted = plan.privacy.method
     if wanted == "opacus" and (problem := _wrong_by_opacus(plan, model, divided)):
         raise PlanError(
@@ -133,8 +138,6 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
         return f"its passes write to {min(model.written)}"
     if any(_recomputes(module) for module in model.module.modules()):
         return "with gradient checkpointing its hooks see each layer twice"
-    if any(module._compiled_call_impl is not None for module in model.module.modules()):
-        return "its hooks are not proven in compiled blocks"
     owners: dict[int, list[nn.Module]] = {}
     for module in model.module.modules():
         for parameter in module.parameters(recurse=False):

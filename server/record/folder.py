@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.closing import Closing
-from cloister.protocol.machine.storage import lock, on_disk, remove, write_bytes
+from cloister.protocol.machine.storage import lock, on_disk, remove, sync, write_bytes
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
 
@@ -227,6 +227,8 @@ class RunFolder(RunFiles, Closing):
         """
         with on_disk(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
+            file.flush()
+            sync(file.fileno())  # so that a power cut loses no line but the newest, which is written again
 
 
 def free_path(folder: Path, name: str) -> Path:

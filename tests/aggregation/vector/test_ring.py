@@ -182,6 +182,26 @@ def test_contributions_that_do_not_fit_are_refused_and_change_nothing() -> None:
     np.testing.assert_allclose(total.open().mean, 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("name", ["weight", "loss"])
+def test_a_counter_with_limbs_that_would_wrap_is_refused_in_clear(bits: Bits, name: str) -> None:
+    """Its value is one that a site may state, and in a sum with others it would be another."""
+    layout = SumLayout(Ring(bits, 1.0, 8), 3, (Counter("weight", 2**50, 1), Counter("loss", 2**50)), 2**50)
+    good = layout.tail({"weight": 3 << 40, "loss": 3 << 40})
+    width = layout.ring._limb_bits
+    first = layout.names.index(name) * layout.ring.limbs
+    total = PlainSum(layout)
+    for limb in range(first, first + (40 // width)):
+        bad = good.copy()
+        bad[limb] = 1 << width  # the same value with 1 less in the next limb
+        value = layout.ring.decode_counters(bad)[layout.names.index(name)]
+        assert 1 <= value <= 2**50
+        with raises(UpdateError, "code of the counters"):
+            total.add([(0, np.concatenate([np.zeros(3, layout.ring.dtype), bad]))])
+    assert total.terms == 0
+    total.add([(0, np.concatenate([np.zeros(3, layout.ring.dtype), good]))])
+
+
 @pytest.mark.parametrize("kind", [PlainSum, BufferedSum])
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("weight", [1, 3, 10])

@@ -276,6 +276,7 @@ def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
             "mesh",
             "privacy.method",
         ),
+        (RECORD, MeshSection(compile=True), "mesh.compile", "privacy.unit"),
         (["local.optimizer=muon"], MeshSection(shard=2), "mesh", "muon"),
         (
             ["local.optimizer=muon", "model.adapter.scheme=ffa-lora"],

@@ -33,11 +33,12 @@ from cloister.lm.model.layout import Layout
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import whole
+from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.text.data import NOT_LEARNED, Sequences
 from cloister.lm.training.optimizer import learning_rate
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import PlanError, UpdateError
+from cloister.protocol.errors import ModelError, PlanError, UpdateError
 from cloister.protocol.messages.blocks import Span
 from cloister.protocol.plan.plan import Plan, PrivacySection
 from cloister.protocol.plan.soundness import parse
@@ -350,6 +351,17 @@ def test_opacus_is_refused_with_checkpointing_and_other_layers() -> None:
 
     module.lm_head.__class__ = Scaled
     assert "type Scaled" in why_not(plan, model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks_are_refused(method: str) -> None:
+    """Which compiled code computes a unit's gradient depends on the shapes of the units before it."""
+    plan = plan_of(method=method)
+    model = load_model(plan)
+    parallelize(model, None, torch.device("cpu"), compile=True)
+    with raises(ModelError, "mesh.compile"):
+        check_method(plan, model)
 
 
 def test_a_unit_on_which_the_model_fails_counts_as_zero() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -67,7 +66,6 @@ class PrivateJob:
     job: Job
     sequences: Sequences
     noise: NoiseStream
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,7 @@ def _train(ranks: DeviceMesh | None, private: PrivateJob) -> PrivateRound:
     job = private.job
     plan = from_json(job.plan)
     model = load_model(plan, empty=ranks is not None)
-    options: dict[str, Any] = {"checkpointing": job.checkpointing, "compile": private.compile}
-    parallelize(model, ranks, CPU, **options, sum_replicas=False)
+    parallelize(model, ranks, CPU, checkpointing=job.checkpointing, sum_replicas=False)
     trainer = PrivateTrainer(plan, model, CPU, ranks)
     with _stepped() as steps:
         update = trainer.train(
