@@ -523,10 +523,10 @@ def test_a_lost_ledger_is_found_wherever_the_folder_and_the_ledger_are(
     there = home if where == "ledger alone" else new
     config = read_config(there / "site.toml").model_copy(update={"ledger": str(new / ledger.name)})
     moved = Site(config, federation.resident)
-    moved.contribute(asked(federation, number=2))
+    moved.join(federation.join_request())  # which charges nothing
     (new / ledger.name).unlink()
     with raises(LedgerError, new / ledger.name):
-        moved.contribute(asked(federation, number=3))
+        moved.contribute(asked(federation, number=2))
 
 
 DEMANDS = [
