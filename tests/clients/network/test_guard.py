@@ -39,7 +39,7 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.wire import Buffer, decode_reply, encode, from_bytes, to_bytes, view
 from cloister.server.door.carrier import array_of, identify
-from cloister.server.record.folder import RunFiles
+from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.history import identity, next_start
 from cloister.tests.parties.envelopes import COORDINATOR, PUBLIC
 from cloister.tests.parties.federation import RUN, Federation, consents_of, tiny
@@ -227,8 +227,9 @@ def _serve_and_die(state: Path, envelope: bytes) -> None:
 
 
 def test_each_start_of_the_coordinator_counts_from_above_the_one_before(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
-    run = identity(files)
+    files = RunFiles(tmp_path / "run")
+    with RunFolder.create(files.path, tiny()) as folder:
+        run = identity(folder)
     counters = []
     for _ in range(2):
         sender = Sender(COORDINATOR, run, next_start(files))
