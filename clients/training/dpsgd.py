@@ -512,9 +512,8 @@ class PrivateTrainer(Bench):
                     losses, learned = self._backward(sequences, rows, np.full(len(rows), end - begin))
                 except OUT_OF_MEMORY:
                     raise
-                except (
-                    Exception
-                ) as error:  # models raise any type, and each would reveal that the unit is there
+                # Models raise any type, and each would reveal that the unit is there.
+                except Exception as error:
                     if weights.divided:  # the other ranks of the replica wait for this one
                         raise
                     _log.warning("the model fails on a unit, which counts as 0 and %s: %s", MUST_STAY, error)

@@ -123,7 +123,7 @@ class Flower:
                 return
             except OSError:
                 assert time.monotonic() < until, "no SuperLink listens"
-                time.sleep(0.2)
+                time.sleep(0.2)  # not an event: SuperLink tells nobody when it begins
 
     def supernode(self, parties: RunFiles, name: str) -> AbstractContextManager[None]:
         """The SuperNode of a site."""

@@ -301,6 +301,16 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         RunFolder.reopen(tmp_path)
 
 
+def test_each_line_of_metrics_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may else lose those of several rounds, of which only the newest is written again."""
+    synced: list[str] = []
+    with RunFolder.create(tmp_path / "run", plan()) as folder:
+        monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/dev/fd/{file}").read_text()))
+        folder.add_metrics({"round": 0})
+        folder.add_metrics({"round": 1})
+    assert synced == ['{"round": 0}\n', '{"round": 0}\n{"round": 1}\n']
+
+
 def test_metrics_cut_off_by_a_crash_are_left_out(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", plan())
     for number in range(3):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from cloister.aggregation.sums import Sums
+from cloister.clients.ranks import device_mesh
+from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.ranks.team import Team
 from cloister.clients.site import Site
 from cloister.clients.state.kept import Kept, run_folder, write_pieces
 from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.parallel.mesh import Mesh
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, RankError, StepError, StorageError
 from cloister.protocol.messages.digest import vector_hash
@@ -258,6 +262,20 @@ def test_a_rank_that_hangs_is_ended_when_its_round_is_over(
     assert not ranks()
     monkeypatch.undo()
     assert site.held_out(federation.plan, federation.model) == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "shard"),
+    [([], 2), (["local.optimizer=muon"], 1), ([*RECORD, "privacy.method=opacus"], 1), (RECORD, 2)],
+)
+def test_a_site_of_several_gpus_uses_one_for_a_plan_that_shards_cannot_train(
+    settings: list[str], shard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the site names no mesh; the GPUs, which this machine may lack, have too little memory for a copy each."""
+    gpus = ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(device_mesh, "devices_of", lambda *_, **__: gpus)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=2**16))
+    assert mesh_for(tiny(*settings), MeshSection(), "auto") == (Mesh(shard=shard), gpus[:shard])
 
 
 @pytest.mark.parametrize(
