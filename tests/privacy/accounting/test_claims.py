@@ -46,6 +46,12 @@ def test_what_is_said_follows_the_plan() -> None:
         assert "were not read for this report" in record
 
 
+def test_what_a_plan_allows_a_site_is_said_as_it_is_enforced() -> None:
+    repeated = words(*TEXTS, *COMMON, "run.rounds=7", "cohort.attempts=2")
+    assert "It is that of 9 rounds, because after a crash a site may train 2 lost updates again." in repeated
+    assert "It is the budget." in words(*TEXTS, *COMMON, "privacy.budget=1000.0")
+
+
 @pytest.mark.parametrize(("sites", "splits"), [(200, False), (2000, True)])
 def test_what_is_said_of_sums_that_can_be_opened_follows_the_cohort(sites: int, splits: bool) -> None:
     """A cohort that a coordinator can split is opened in parts."""

@@ -673,6 +673,7 @@ def test_the_words_follow_the_plan() -> None:
     assumed = " ".join(claims.assumptions(plan, terms, simulated=False))
     assert "used the noise of each round for one sum only" in assumed
     assert "charged in full in a site's first round" in assumed
+    assert "It is that of the whole run, which is charged at once." in assumed
     assert "a public partition of the roster" in assumed
     assert any("The coordinator, fully" in party for party in claims.PROSE.said("trusted", plan, False))
 
