@@ -25,7 +25,7 @@ from cloister.cli.options.shared_options import Actions, Parser, add_action, tel
 from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts, version_lines
 from cloister.cli.show.display import describe
 from cloister.cli.verbs.logs import FIELDS, log_to_stderr
-from cloister.protocol.errors import EngineError, RosterError, visible
+from cloister.protocol.errors import CloisterError, EngineError, RosterError, visible
 from cloister.protocol.identity import fingerprint
 from cloister.protocol.identity.document import read_document
 from cloister.protocol.identity.federation import Federation
@@ -240,10 +240,14 @@ def _approve(arguments: argparse.Namespace) -> int:
     registry = Registry.open(Path(arguments.federation))
     registry.check_certificates(datetime.datetime.now(datetime.UTC))
     if not arguments.requests:
-        new = _from_door(registry, arguments)
-        if not new:
-            return 0
-        return _published(registry, registry.federation.approving(new), arguments)
+        new, refused = _from_door(registry, arguments)
+        if new:
+            _published(registry, registry.federation.approving(new), arguments)
+        for error in refused[1:]:
+            print(error, file=sys.stderr)
+        if refused:
+            raise refused[0]
+        return 0
     if arguments.code:
         raise RosterError("--code", arguments.code[0], expected="it without request files")
     requests = [_read_request(Path(name)) for name in arguments.requests]
@@ -255,11 +259,13 @@ def _approve(arguments: argparse.Namespace) -> int:
     return _published(registry, following, arguments)
 
 
-def _from_door(registry: Registry, arguments: argparse.Namespace) -> list[Request]:
-    """The requests at the door whose codes a person was told; prints all that wait.
+def _from_door(
+    registry: Registry, arguments: argparse.Namespace
+) -> tuple[list[Request], list[CloisterError]]:
+    """The requests at the door whose codes a person was told, and why others are not among them: a wrong code takes
+    nothing from those that are right. Prints all that wait.
 
     Raises:
-        RosterError: a code is another one than that of the request.
         EngineError: no coordinator runs.
     """
 
@@ -271,11 +277,15 @@ def _from_door(registry: Registry, arguments: argparse.Namespace) -> list[Reques
         for name in dict.fromkeys(each["name"] for each in found["waiting"]):
             typed = typed_in(f"Type the code that {name} tells you (empty: it waits on): ")
             told |= {name: given(typed)} if typed.strip() else {}
-    requests = []
+    requests, refused = [], []
     for name, code in told.items():
-        (answer,) = command(registry.path, do="compare", name=name, code=code)
+        try:
+            (answer,) = command(registry.path, do="compare", name=name, code=code)
+        except CloisterError as error:
+            refused.append(error)
+            continue
         requests.append(Request.from_toml(answer["request"], f"of {name}"))
-    return requests
+    return requests, refused
 
 
 def _listed(found: Mapping[str, Any]) -> list[str]:

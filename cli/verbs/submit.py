@@ -75,7 +75,10 @@ def _joined(arguments: argparse.Namespace, path: Path, wait_s: float, earlier: i
         if entry["state"] == "running" and entry["run"] != str(path):
             after = entry["run"]
             return tell(arguments, {"run": str(path), "after": after}, *lines, f"waits for  {after}")
-    started, absent = wait_for_join(federation, path, wait_s + read_plan(path).cohort.deadline_s, earlier)
+    most = wait_s + read_plan(path).cohort.deadline_s
+    if not arguments.json:
+        print(f"waiting    for the sites' answers, at most {most:,.0f} s", flush=True)
+    started, absent = wait_for_join(federation, path, most, earlier)
     sites = list(started.sites) if started else []
     lines.append(f"joined     {', '.join(sites) or 'the run waits for sites'}")
     lines += [f"absent     {site}: {reason}" for site, reason in absent.items()]

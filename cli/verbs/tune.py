@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from cloister.simulations.engines import fork_server
 from cloister.simulations.search.price import Price, charged_plan, check_price, price_of
 from cloister.simulations.search.search import Search, Values, check, load_search
 from cloister.simulations.search.study import Trial
-from cloister.simulations.search.trials import Engine
+from cloister.simulations.search.trials import Engine, Heard
 
 if TYPE_CHECKING:
     from cloister.simulations.search.tuning import Found, SearchFolder
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Trials of the table at the end."""
+_QUIET_S = 5.0
+"""Seconds without a line after which the loss of a trial that runs is one."""
 
 
 def options(parser: Parser) -> None:
@@ -92,6 +95,14 @@ def _say_price(plan: Plan, search: Search, arguments: argparse.Namespace) -> int
 def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedConsole) -> int:
     from cloister.simulations.search.tuning import to_json, tune
 
+    said = time.monotonic()
+
+    def say(told: Trial | Heard) -> None:
+        nonlocal said
+        if isinstance(told, Trial) or time.monotonic() - said > _QUIET_S:
+            console.say(_line(told))
+            said = time.monotonic()
+
     try:
         for line in _opening(folder.search, price_of(folder.plan, folder.search)):
             console.say(line)
@@ -99,7 +110,7 @@ def _tune(folder: SearchFolder, arguments: argparse.Namespace, console: PipedCon
         if arguments.ray_address is None:
             fork_server.start(folder.plan)
         engine = Engine(arguments.workers, arguments.ray_address)
-        found = tune(folder, engine, lambda trial: console.say(_line(trial)))
+        found = tune(folder, engine, say)
     except KeyboardInterrupt:
         _say_how_to_continue(console, folder)
         raise
@@ -131,9 +142,11 @@ def _opening(search: Search, price: Price | None) -> Iterator[str]:
         )
 
 
-def _line(trial: Trial) -> str:
-    """A trial that begins or has ended."""
+def _line(trial: Trial | Heard) -> str:
+    """A trial that begins, has told a loss, or has ended."""
     name = f"trial {trial.number}"
+    if isinstance(trial, Heard):
+        return f"{name}: round {trial.round}, held-out loss {trial.loss:.4f}"
     match trial.state:
         case "running":
             return f"{name}: {_settings(trial.values)}"

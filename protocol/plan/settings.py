@@ -197,8 +197,9 @@ class Settings(Generic[S]):
         except self.error as error:  # from a validator of the class
             if not origin:
                 raise
+            value = () if error.value is None else (error.value,)
             raise self.error(
-                f"{origin}: {error.field}", error.value, expected=error.expected, fix=error.fix
+                f"{origin}: {error.field}", *value, expected=error.expected, fix=error.fix
             ) from error
 
     def _override(self, tree: dict[str, Any], override: str) -> None:

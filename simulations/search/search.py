@@ -12,9 +12,9 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cloister.protocol.errors import CloisterError, PlanError, SearchError
 from cloister.protocol.plan.plan import NO_EVALUATION, Count, Plan
@@ -150,6 +150,11 @@ class Search(Section):
             return self.trials
         return math.prod(len(parameter.points()) for parameter in self.parameter)
 
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        _check(self)
+        return self
+
 
 _SETTINGS = Settings(Search, "search", SearchError)
 
@@ -160,9 +165,7 @@ def load_search(path: Path) -> Search:
     Raises:
         SearchError: the file cannot be read, a field is wrong, or the fields contradict each other.
     """
-    search = _SETTINGS.load(path)
-    _check(search)
-    return search
+    return _SETTINGS.load(path)
 
 
 def recorded(text: str) -> Search:
@@ -243,7 +246,7 @@ def _check(search: Search) -> None:
     if (search.trials is None) != (search.sampler == "grid"):
         expected = "no value with" if search.sampler == "grid" else "a number with"
         raise SearchError("trials", search.trials, expected=f'{expected} sampler = "{search.sampler}"')
-    if search.pruner != "median" and search.startup != Search().startup:
+    if search.pruner != "median" and search.startup != Search.model_fields["startup"].default:
         raise SearchError("startup", search.startup, expected='no value; only valid with pruner = "median"')
 
 

@@ -29,10 +29,10 @@ from cloister.simulations.search import search as searches
 from cloister.simulations.search.price import charged_plan, check_price, limited, price_of
 from cloister.simulations.search.search import Search
 from cloister.simulations.search.study import State, Study, Trial, stored
-from cloister.simulations.search.trials import Engine, Processes
+from cloister.simulations.search.trials import Engine, Heard, Processes
 
-Told = Callable[[Trial], None]
-"""Receives a trial when it begins and when it ends."""
+Told = Callable[[Trial | Heard], None]
+"""Receives a trial when it begins and when it ends, and between them the loss after each of its evaluations."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,7 @@ def _run(folder: SearchFolder, engine: Engine, study: Study, told: Told) -> None
                         number, loss = heard.number, heard.loss
                         go_on = not math.isfinite(loss) or study.seen(number, heard.round, loss)
                         processes.answer(number, go_on=go_on)
+                        told(heard)
                     case "done":
                         end(heard.number, "complete", "")
                     case "pruned" | "failed" as state:

@@ -65,7 +65,9 @@ def test_a_site_goes_on_where_it_was(
     approve = ["coordinator", "approve", federation, "--code"]
     for wrong in (f"{SITE}={codes[0]}", f"{SITE}=", f"other={codes[1]}", codes[1]):
         assert "code" in refusal(capsys, *approve, wrong)
-    first = found(capsys, *approve, f"{SITE}={codes[1]}")["fingerprint"]
+    told = refusal(capsys, *approve, f"other={codes[1]}", "--code", f"{SITE}={codes[1]}")
+    assert "other" in told, "a wrong code is refused, and takes nothing from the right one"
+    first = found(capsys, "coordinator", "show", federation)["fingerprint"]
 
     operators.wait_for_log(SITE, "Type the fingerprint")
     with operators.staying.pop(SITE) as refusing:

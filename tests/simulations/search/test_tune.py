@@ -122,7 +122,10 @@ def test_a_grid_is_pruned_and_goes_on_after_ctrl_c(
         )
     assert (code, err) == (130, "cloister: interrupted\n")
     assert f"stopped; continue with: cloister tune --again {out}" in printed
-    answer = found(capsys, "tune", "--again", str(out), "--workers", "1")
+    monkeypatch.setattr("cloister.cli.verbs.tune._QUIET_S", 0.0)
+    _, printed, err = ran(capsys, "tune", "--again", str(out), "--workers", "1", "--json")
+    answer = json.loads(printed)
+    assert "trial 0: round 1, held-out loss" in err
     assert [trial["settings"] for trial in answer["trials"]] == [
         {"local.learning_rate": 0.003},
         {"local.learning_rate": 1e-9},
