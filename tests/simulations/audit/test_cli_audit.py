@@ -1,16 +1,14 @@
-"""Audits of honest code, which raise no alarm, and of code with a defect planted in it, which do."""
+"""Audits of steps under unit record, and refusals: honest code raises no alarm, and code with a planted defect does."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +16,7 @@ import pytest
 import torch
 
 from cloister.cli.main import main
-from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.training.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
-from cloister.lm.model.model import load_model
 from cloister.lm.model.weights import Named
 from cloister.lm.text.data import Sequences
 from cloister.privacy.accounting.accountant import composed
@@ -30,156 +26,46 @@ from cloister.privacy.ledger.ledger import Ledger, read_history
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
-from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
-from cloister.server.sum.spending import Spending
 from cloister.simulations.audit.audit import audit
 from cloister.simulations.audit.audit import audit as honest
 from cloister.simulations.audit.audited import played
 from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.steps import Observed, Seen
-from cloister.simulations.federation import lay_out
+from cloister.tests.simulations.audit.audited import (
+    BASE,
+    BY_HOOKS,
+    BYTES,
+    DEVIATION,
+    EMPTY,
+    HIGHER_RATES,
+    INSIDE,
+    LENGTH,
+    NOISE,
+    OFTEN,
+    ONE_BY_ONE,
+    OTHER_CLIPS,
+    OTHER_DRAWS,
+    OTHERWISE_SENT,
+    RATE,
+    RECORD,
+    RELEASES,
+    REPEATED,
+    REPEATS,
+    SMALL,
+    TWICE,
+    folder_of,
+    ran,
+    repeat_halves,
+)
 from cloister.tests.tools.mutants import (
-    ADD_NOISE,
-    ENCODE,
     LESS_NOISE_IN_STEPS,
-    LESS_NOISE_OF_SITES,
-    LESS_NOISE_OF_THE_COORDINATOR,
     STEPS,
-    TERMS,
     UNCHARGED,
-    UNPAID_ROUND,
     Mutant,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-BASE = """
-[run]
-name = "audited"
-rounds = 4
-
-[model.config]
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-max_position_embeddings = 32
-
-[data]
-sequence_length = 16
-held_out = 0.0
-
-[local]
-steps = 10
-batch_size = 4
-
-[aggregation]
-weighting = "uniform"
-
-[server]
-evaluation = "simulation:public"
-"""
-RECORD = """
-[cohort]
-sites = 4
-
-[privacy]
-unit = "record"
-record = "window"
-noise_multiplier = 0.6
-clip = 0.5
-delta = 1e-5
-sampling_rate = 0.003
-"""
-SITE = """
-[cohort]
-sites = 4
-
-[privacy]
-unit = "site"
-noise_multiplier = 2.0
-clip = 0.5
-delta = 1e-2
-"""
-FEW = ("--canaries", "4")
-"""Updates of two honest sites in two rounds of four sites."""
-SMALL = ("--canaries", "1000", "--steps", "20")
-OFTEN = ("privacy.sampling_rate=0.05",)
-QUIET = ("privacy.noise_multiplier=0.1",)
-CENTRAL = ("privacy.trusted_coordinator=true", "aggregation.secure=false")
-ADAPTIVE = "[privacy.adaptive]\ncount_noise = 8.0\n"
-
-
-def folder_of(path: Path, *sections: str, overrides: tuple[str, ...] = ()) -> Path:
-    """A run that has paid for its rounds, as `simulate` leaves it, but for what no audit reads."""
-    data = path / "records.jsonl"
-    path.mkdir(parents=True, exist_ok=True)
-    records = [{"text": f"record {number}: the fox jumps over {number} lazy dogs"} for number in range(40)]
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    simulation = f'\n[simulation]\npartition = "iid"\nsource = "{data}"\npublic = 0.1\n'
-    plan = parse("".join((BASE, *sections, simulation)), list(overrides))
-    run = path / "run"
-    with RunFolder.create(run, plan) as folder:
-        folder.sites.path.mkdir()
-        lay_out(plan, folder.sites.path)
-        begin(folder, plan)
-    return run
-
-
-def begin(folder: RunFolder, plan: Plan) -> None:
-    model = load_model(plan)
-    checkpoints = Checkpoints(folder.checkpoints, model.layout, plan.server.keep_checkpoints)
-    checkpoints.save(0, model.layout.flatten(model.module))
-    terms = terms_of(plan, model.layout.size)
-    if terms is None:
-        return
-    spending = Spending(terms, "run", folder.ledger)
-    for number in range(1, plan.run.rounds + 1):
-        spending.before_training(number, ["site-000", "site-001"])
-        spending.before_opening(number, ["site-000", "site-001"])
-
-
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("record"), RECORD)
-
-
-@pytest.fixture(scope="module")
-def often(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("often"), RECORD, overrides=OFTEN)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("site"), SITE, overrides=QUIET)
-
-
-@pytest.fixture(scope="module")
-def central(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("central"), SITE, overrides=(*QUIET, *CENTRAL))
-
-
-@pytest.fixture(autouse=True)
-def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every stream that is asked for is another one, and the same in every run of a test."""
-    # Not declared, so that they are used as secret ones are.
-    streams = (NoiseStream(NoiseStream.from_declared_seed(seed).key) for seed in itertools.count())
-    repeatable = functools.partial(audit, streams=lambda: next(streams))
-    monkeypatch.setattr("cloister.simulations.audit.audit.audit", repeatable)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def ran(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    """An audit of a run that several tests audit: the alarm of another one is not of it."""
-    (run / "audit.json").unlink(missing_ok=True)
-    capsys.readouterr()
-    code = main(["audit", str(run), "--json", *options])
-    out, err = capsys.readouterr()
-    return code, json.loads(out) if out else {}, err
 
 
 @pytest.mark.slow
@@ -242,138 +128,6 @@ def test_no_more_rounds_are_played_than_the_plan_has(
     assert (code, err) == (0, "")
     assert "over 40 steps" in found["what"]
     assert found["claimed"] < found["claimed_run"]
-
-
-NOISE, RATE, LENGTH = (
-    "standard deviation of the noise: ",
-    "rate at which units are drawn",
-    "what one unit changes",
-)
-EMPTY, RELEASES = "standard deviation of the noise of empty batches", "releases: "
-INSIDE, REPEATED = (
-    "correlation of the noise inside a release",
-    "furthest projection of the noise on that of another release",
-)
-BYTES = "answers whose bytes do not follow from the noised sums"
-OF_SIZE, OFTEN_DRAWN, AGAIN, TOGETHER = (
-    "rate at which units of size ",
-    "share of units in 2 steps or more",
-    "most units that two steps share",
-    "draws of two units together, at one distance",
-)
-OF_THE_BATCH = "spread of the sizes of batches"
-TWICE = "magnitudes that are twice in a release"
-
-RELEASE = "noised = total.release("
-DEVIATION = "noise_multiplier * privacy.clip"
-SENT = "return local\n"
-TAIL = "vector[layout.size :] = code.tail("
-SPEED = 'if plan.local.balance == "weighted" else 1.0'
-RECORDS = "1.0 + __import__('pathlib').Path(self._config.data).read_bytes().count(10)"
-OTHERWISE_SENT = [
-    Mutant(STEPS, RELEASE, "noised = total.so_far().float(); total.release("),
-    Mutant("clients.training.work:train", SENT, f"local.vector[0] = local.loss; {SENT}"),
-    Mutant("clients.training.work:train", SENT, f"local.vector[-1] += local.tokens; {SENT}"),
-    Mutant("clients.training.release:contribution", TAIL, f"vector[0] = int(update.loss) % 2**16; {TAIL}"),
-    Mutant("clients.site:Site.contribute", "if not orders.timed:", "if False:"),
-    Mutant("clients.consent.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)),
-]
-"""What leaves does not follow from the noised sums: sums without noise, loss, number of tokens, time of training, and
-number of records."""
-CLIP, NORM = "self.plan.privacy.clip", "torch.linalg.vector_norm(torch.stack(parts), dim=0)"
-OTHER_CLIPS = [
-    *(
-        Mutant("clients.training.dpsgd:PrivateTrainer.new_sum", CLIP, f"{by} * {CLIP}")
-        for by in (2, 1.03, 1.01)
-    ),
-    Mutant("clients.training.dpsgd:_norms", NORM, "torch.stack(parts).amax(dim=0)"),
-    Mutant(
-        "clients.training.dpsgd:ClippedSum.add",
-        "self._scale(gradients, norms)\n    self._check(gradients)",
-        "self._scale(gradients, norms.where(norms > 3 * self._clip, 1e-9))",
-    ),
-]
-"""A longer clip, one of each layer for itself, and none of what is a little too long."""
-BY_HOOKS = Mutant(
-    "clients.training.dpsgd:PrivateTrainer._by_hooks",
-    "sizes = sequences.starts[units + 1] - sequences.starts[units]",
-    "units = np.concatenate([np.arange(*sequences.starts[each : each + 2]) for each in units] or [units]);"
-    " sequences = __import__('dataclasses').replace(sequences, starts=np.arange(len(sequences) + 1));"
-    " sizes = np.ones_like(units)",
-)
-ONE_BY_ONE = Mutant(
-    "clients.training.dpsgd:PrivateTrainer._one_by_one",
-    "zip(sequences.starts[units], sequences.starts[units + 1], strict=True)",
-    "((row, row + 1) for unit in units for row in range(*sequences.starts[unit : unit + 2]))",
-)
-HIGHER_RATES = [
-    Mutant("clients.training.dpsgd:poisson_batch", "< rate", "< 1.1 * rate"),
-    Mutant(STEPS, "n_units, self._rate", "n_units, 1.1 * self._rate"),
-]
-DRAWN, BATCH = "np.flatnonzero(noise.generator().random(n) < rate)", 'own.child("batch"), n_units, self._rate'
-SIZES = "np.diff(sequences.starts)"
-OF_ONE_SIZE = "np.sort(noise.generator().permutation(n)[: round(n * rate)])"
-EPOCH = 'np.sort(noise.child("epoch").generator().permutation(n_units)[step::20])'
-OTHER_DRAWS = [
-    (Mutant("clients.training.dpsgd:poisson_batch", "< rate", "< 0.9 * rate"), RATE),
-    (Mutant(STEPS, BATCH, BATCH.replace("_rate", f"_rate * {SIZES} ** 0.1")), OF_SIZE),
-    (
-        Mutant(
-            STEPS, BATCH, BATCH.replace("_rate", f"_rate * (1 + 0.2 * ({SIZES} == 2) - 0.2 * ({SIZES} == 8))")
-        ),
-        OF_SIZE,
-    ),
-    (
-        Mutant("clients.training.dpsgd:poisson_batch", "random(n)", "random(n // 2 + 1).repeat(2)[:n]"),
-        TOGETHER,
-    ),
-    (
-        Mutant(
-            "clients.training.dpsgd:poisson_batch",
-            "random(n)",
-            "random(n // 2 + 1)[np.arange(n) % (n // 2 + 1)]",
-        ),
-        TOGETHER,
-    ),
-    (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{step // 2}")'), OFTEN_DRAWN),
-    (Mutant(STEPS, 'own.child("batch")', 'noise.child(f"batch-{min(step, 8)}")'), AGAIN),
-    (Mutant(STEPS, f"poisson_batch({BATCH})", EPOCH), OFTEN_DRAWN),
-    (Mutant("clients.training.dpsgd:poisson_batch", DRAWN, OF_ONE_SIZE), OF_THE_BATCH),
-]
-"""Fewer units; by their number of sequences, at the right rate over all of them too; in pairs of neighbours, and of the
-two halves; the same in two steps; none again before all others were drawn; as many in each step."""
-
-
-REPEATS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
-    "again": lambda half: half,
-    "mirrored": lambda half: half[::-1],
-    "negated": lambda half: -half,
-    "permuted": np.random.default_rng(0).permutation,
-    "in a fixed order": lambda half: half[np.random.default_rng(0).permutation(half.size)],
-}
-
-
-def repeat_halves(patch: pytest.MonkeyPatch, how: str) -> None:
-    """The second half of each vector of noise is the first half again."""
-    gaussians, skellams = NoiseStream.gaussian, NoiseStream.skellam
-
-    def repeated(noise: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        half = noise.size // 2
-        noise[half : 2 * half] = REPEATS[how](noise[:half])
-        return noise
-
-    def add_gaussian(self: NoiseStream, vector: Any, sigma: float, offset: int = 0, **how: int) -> None:
-        vector += self.gaussian(vector.size, sigma, offset).astype(vector.dtype)
-
-    def gaussian(self: NoiseStream, size: int, *law: Any) -> npt.NDArray[np.float64]:
-        return repeated(gaussians(self, size, *law))
-
-    def skellam(self: NoiseStream, size: int, *law: Any, **how: Any) -> npt.NDArray[np.int64]:
-        return repeated(skellams(self, size, *law, **how))
-
-    patch.setattr(NoiseStream, "add_gaussian", add_gaussian)
-    patch.setattr(NoiseStream, "gaussian", gaussian)
-    patch.setattr(NoiseStream, "skellam", skellam)
 
 
 @pytest.mark.parametrize(
@@ -617,236 +371,6 @@ def test_only_noise_and_canaries_are_left_to_see(
         drawn = rest[np.abs(rest) > 2e-5]
         assert 0 < len(drawn) < 30
         assert drawn == pytest.approx(1.0, abs=1e-4)
-
-
-# --- unit site --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sections", "overrides"),
-    [((SITE,), ()), ((SITE,), CENTRAL), ((SITE, ADAPTIVE), ())],
-    ids=["sites", "coordinator", "adaptive"],
-)
-def test_an_audit_of_honest_rounds_raises_no_alarm(
-    sections: tuple[str, ...], overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = folder_of(tmp_path, *sections, overrides=overrides)
-    for _ in range(3):
-        code, found, err = ran(capsys, run, *FEW)
-        assert (code, err, found["alarm"]) == (0, "", False)
-        assert 0 < found["claimed"] < found["claimed_run"]
-        assert found["checks"][0]["visible"] < 0.05
-        assert not list(run.glob("audit-*")), "the audit's own sites are removed"
-
-
-def test_an_audit_of_sites_with_meshes_plays_on_one_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer that plants canaries is in this process."""
-    mesh = "simulation.profiles=[{share=1.0,mesh={shard=2}}]"
-    run = folder_of(tmp_path, SITE, overrides=(*QUIET, mesh))
-    monkeypatch.setattr(Ranks, "call", lambda *_, **__: pytest.fail("ranks were started"))
-    code, found, err = ran(capsys, run, *FEW)
-    assert (code, err, found["alarm"]) == (0, "", False)
-
-
-CHANGE, COUNT = "what one site changes in a sum", "what one site changes in the count"
-OF_COORDINATE, TAIL_OF = "correlation of the count's noise", "privacy.mechanism.site_noise:SiteMechanism.tail"
-COORDINATE, MODEL = (
-    "furthest deviation of the noise at a coordinate",
-    "rounds whose model does not follow from the noised sums",
-)
-TOLD = "other values that sites have told"
-STEP = "features.step(context.model, mean, rounds)"
-LONGER = Mutant(ENCODE, "(scaled, self.scale,", "(scaled, 1.01 * self.scale,")
-LEAKS = [
-    (Mutant("clients.training.release:contribution", TAIL, f"vector[0] += int(update.loss); {TAIL}"), CHANGE),
-    (Mutant("server.round.round:_step", STEP, f"mean[0] = number; {STEP}"), MODEL),
-    (OTHERWISE_SENT[-2], TOLD),
-    (Mutant("clients.consent.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)), TOLD),
-]
-"""Something leaves beside the noised sum."""
-
-
-@pytest.mark.parametrize(
-    ("mutant", "found"),
-    [
-        *((mutant, CHANGE if "scale" in mutant.old else NOISE) for mutant in LESS_NOISE_OF_SITES),
-        (LONGER, CHANGE),
-        *LEAKS,
-        (UNCHARGED, RELEASES),
-        (UNPAID_ROUND, RELEASES),
-    ],
-    ids=str,
-)
-def test_rounds_that_are_not_what_is_charged_raise_an_alarm(
-    mutant: Mutant,
-    found: str,
-    site: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mutant.plant(monkeypatch)
-    code, result, _ = ran(capsys, site, *FEW)
-    assert (code, result["alarm"]) == (3, True)
-    assert found in result["row"]["problem"]
-
-
-def test_a_total_beside_the_vector_raises_an_alarm(
-    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exact number of tokens, summed as the number of sites is."""
-    total = '((found := make(basis)), found.counters + (type(found.counters[0])("tokens", 1 << 50),))'
-    more = f'__import__("dataclasses").replace((told := {total})[0], counters=told[1])'
-    Mutant("aggregation.features.registry:layout_of", "return make(basis)", f"return {more}").plant(
-        monkeypatch
-    )
-    tail = "aggregation.features.site_unit:Protected.tail"
-    Mutant(tail, "{WEIGHT: 1}", '{WEIGHT: 1, "tokens": tokens}').plant(monkeypatch)
-    code, result, _ = ran(capsys, site, *FEW)
-    assert (code, result["alarm"]) == (3, True)
-    assert TOLD in result["row"]["problem"]
-    before = (site / "audit.json").read_bytes()
-    assert main(["audit", str(site), *FEW]) == 2, (
-        "another one, which may be weaker or lucky, takes no alarm back"
-    )
-    assert "no alarm of an earlier audit" in capsys.readouterr().err
-    assert (site / "audit.json").read_bytes() == before
-
-
-def test_longer_updates_than_the_clip_end_an_audit_of_sums_in_clear(
-    central: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator itself checks them, as in a run."""
-    LONGER.plant(monkeypatch)
-    code, _, err = ran(capsys, central, "--canaries", "8")
-    assert (code, "norm of the update, in steps is" in err) == (2, True)
-
-
-@pytest.mark.parametrize("mutant", LESS_NOISE_OF_THE_COORDINATOR, ids=str)
-def test_less_noise_of_a_trusted_coordinator_raises_an_alarm(
-    mutant: Mutant, central: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant.plant(monkeypatch)
-    code, result, _ = ran(capsys, central, "--canaries", "8")
-    assert (code, result["alarm"]) == (3, True)
-    expected = REPEATED if "declared" in mutant.new else NOISE
-    assert expected in result["row"]["problem"]
-
-
-@pytest.mark.parametrize("how", [how for how in REPEATS if how != "permuted"])
-@pytest.mark.parametrize("name", ["site", "central"])
-def test_noise_that_repeats_inside_a_round_raises_an_alarm(
-    name: str,
-    how: str,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = request.getfixturevalue(name)
-    repeat_halves(monkeypatch, how)
-    code, result, _ = ran(capsys, run, *FEW)
-    assert code == 3
-    assert TWICE in result["row"]["problem"]
-    assert how != "again" or INSIDE in result["row"]["problem"]
-    assert NOISE not in result["row"]["problem"]
-
-
-@pytest.mark.slow
-def test_a_hundredth_of_the_noise_of_sites_is_missed(
-    site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In 30 rounds; by default there are 125."""
-    Mutant(ENCODE, "self.variance, offset", "0.98 * self.variance, offset").plant(monkeypatch)
-    code, result, _ = ran(capsys, site, "--canaries", "60")
-    assert code == 3
-    assert NOISE in result["row"]["problem"]
-
-
-SKELLAM, GAUSSIAN = (
-    "skellam(extra, self.variance, self.dimension)",
-    'noise.child("count").gaussian(1, 2 * self.count_step * self.count_deviation)',
-)
-TWO = (*CENTRAL, "cohort.sites=2")
-NOTHING_SENT = Mutant(ENCODE, "-1) if finite else 0", "-1) if finite else 1")
-"""A site without records counts as one within the clip."""
-NUMBERS = itertools.count()
-"""Of runs: terms are cached."""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "mutant", "rounds", "found"),
-    [
-        ((), None, 3, ""),
-        (TWO, None, 3, ""),
-        ((), NOTHING_SENT, 2, COUNT),
-        ((), Mutant(ENCODE, "(1 if norm", "(3 if norm"), 2, COUNT),
-        (TWO, NOTHING_SENT, 2, COUNT),
-        (
-            (),
-            Mutant("privacy.mechanism.site_noise:distributed", "extra=((event.", "extra=() and ((event."),
-            2,
-            COORDINATE,
-        ),
-        ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("variance", "variance / 1e6")), 6, COORDINATE),
-        ((), Mutant(TAIL_OF, SKELLAM, SKELLAM.replace("self.dimension", "0")), 6, OF_COORDINATE),
-        (TWO, Mutant(ADD_NOISE, GAUSSIAN, f"1e-3 * {GAUSSIAN}"), 6, COORDINATE),
-        (TWO, Mutant(ADD_NOISE, GAUSSIAN, GAUSSIAN.replace("count", "update", 1)), 6, OF_COORDINATE),
-    ],
-    ids=str,
-)
-def test_the_count_of_adaptive_clipping_is_audited(
-    overrides: tuple[str, ...],
-    mutant: Mutant | None,
-    rounds: int,
-    found: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two sites of a round add noise, or the coordinator of two."""
-    if mutant is not None:
-        mutant.plant(monkeypatch)
-    adaptive = "[privacy.adaptive]\ncount_noise = 1.5\n"
-    run = folder_of(tmp_path, SITE, adaptive, overrides=(*overrides, f"run.name=count-{next(NUMBERS)}"))
-    code, result, _ = ran(capsys, run, "--canaries", str(2 * rounds))
-    assert code == (0 if mutant is None else 3)
-    assert found in result["row"]["problem"]
-
-
-def test_noise_that_counts_on_colluding_sites_raises_an_alarm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = folder_of(tmp_path, SITE, overrides=(*QUIET, "run.name=counted"))
-    Mutant("protocol.plan.plan:Plan._honest", "self.quorum(n) - found.colluders", "self.cohort.size()").plant(
-        monkeypatch
-    )
-    code, result, _ = ran(capsys, run, *FEW)
-    assert code == 3
-    assert NOISE in result["row"]["problem"]
-
-
-GROUPS = ("cohort.sites=9", "aggregation.groups=3", "aggregation.colluders=0.0")
-OF_COHORT = Mutant(
-    TERMS,
-    "sites, plan.honest(), bits",
-    "plan.cohort.size(), plan.quorum(plan.cohort.size()), bits",
-)
-"""The noise of a group's sum is that of a sum over the whole cohort."""
-
-
-@pytest.mark.parametrize("mutant", [None, OF_COHORT], ids=str)
-def test_each_group_of_a_round_has_the_noise_that_is_charged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mutant: Mutant | None
-) -> None:
-    name = "run.name=groups" if mutant is None else "run.name=of-cohort"  # terms are cached
-    run = folder_of(tmp_path, SITE, overrides=(*QUIET, *GROUPS, name))
-    if mutant is not None:
-        mutant.plant(monkeypatch)
-    code, result, _ = ran(capsys, run, "--canaries", "9")
-    assert (code, result["alarm"]) == ((0, False) if mutant is None else (3, True))
-    assert mutant is None or NOISE in result["row"]["problem"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
