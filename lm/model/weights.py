@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.writes import Loaded
+from cloister.lm.model.writes import kept_of_round
 from cloister.protocol.messages.blocks import Span
 
 Named = list[tuple[str, nn.Parameter]]
@@ -82,7 +82,7 @@ class Weights:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self._loaded = Loaded(model.module, model.written.difference(model.layout.names))
+        self._loaded = kept_of_round(model.module, model.written.difference(model.layout.names))
 
     def place(self, start: Vector) -> None:
         """Make the model what it is in a new process that is given the global model, float32 (layout.size,).

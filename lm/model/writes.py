@@ -93,7 +93,11 @@ def _followed(module: nn.Module, length: int, rows: int, *, again: bool) -> Writ
 
 
 class Kept:
-    """The bits of some of a module's parameters and buffers, to put them back.
+    """All that a pass may change of a module, to put it back: the bits of some of its parameters and buffers, and what
+    the modules and their configurations have as attributes.
+
+    Some types keep a state in attributes: the longest sequence, the kind of attention. What an attribute refers to is
+    assumed not to be changed in place: a list, or a tensor that is no buffer. No known type does so.
 
     Args:
         module: The module, or a rank's part of it.
@@ -104,37 +108,11 @@ class Kept:
     def __init__(self, module: nn.Module, names: Collection[str], device: torch.device | None = None) -> None:
         self._kept = [
             (place, key, tensor, tensor.detach().to(device or tensor.device, copy=True))
-            for prefix, owner in (module.named_modules() if names else ())
+            for prefix, owner in module.named_modules()
             for place in (owner._parameters, owner._buffers)
             for key, tensor in place.items()
             if tensor is not None and f"{prefix}.{key}".lstrip(".") in names
         ]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Give each tensor the bits that it had, and the module the tensors that it had."""
-        for place, key, tensor, value in self._kept:
-            tensor.copy_(value)
-            if place.get(key) is not tensor:
-                place[key] = tensor
-
-
-class Loaded:
-    """All that passes may change of a module that was loaded, besides what is trained, to put it back.
-
-    It has all buffers, the frozen parameters that passes may write to, and what the modules and their configurations
-    have as attributes: some types keep there a state, the longest sequence or the kind of attention. The bits are in
-    the CPU's memory. What an attribute refers to is assumed not to be changed in place: a list, or a tensor that is no
-    buffer. No known type does so.
-
-    Args:
-        module: The module, or a rank's part of it, with memory for its parameters.
-        frozen: The names of those parameters.
-    """
-
-    def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
-        names = {*frozen, *(name for name, _ in module.named_buffers())}
-        self._kept = Kept(module, names, torch.device("cpu"))
         parts = list(module.modules())
         configs = {
             id(each): each for part in parts if hasattr(each := getattr(part, "config", None), "__dict__")
@@ -142,12 +120,26 @@ class Loaded:
         places = [each for part in parts for each in (vars(part), part._buffers, part._modules)]
         self._attributes = [(place, dict(place)) for place in (*places, *map(vars, configs.values()))]
 
+    @torch.no_grad()
     def put_back(self) -> None:
-        """Make the module what it was, but for the parameters that are trained."""
+        """Give the modules the attributes and tensors that they had, and each tensor the bits that it had."""
         for place, before in self._attributes:
             place.clear()
             place.update(before)
-        self._kept.put_back()
+        for place, key, tensor, value in self._kept:
+            tensor.copy_(value)
+            if place.get(key) is not tensor:
+                place[key] = tensor
+
+
+def kept_of_round(module: nn.Module, frozen: Collection[str]) -> Kept:
+    """All that the passes of a round may change, besides what is trained; the bits are in the CPU's memory.
+
+    Args:
+        module: The module, or a rank's part of it, with memory for its parameters.
+        frozen: The names of the frozen parameters that passes may write to; it has all buffers too.
+    """
+    return Kept(module, {*frozen, *(name for name, _ in module.named_buffers())}, torch.device("cpu"))
 
 
 def names_of(module: nn.Module) -> frozenset[str]:

@@ -37,6 +37,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 FORWARD: Any = LlamaMLP.forward
 LENGTH = 12
+NOTHING = torch.zeros(())
 CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**CONFIG, "num_key_value_heads": 1}
 GEMMA_3N = {
@@ -147,12 +148,32 @@ def remembering(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     monkeypatch.setattr(writes, "_KNOWN", {})
 
 
-@pytest.mark.parametrize("remembering", [of_data, of_rows], indirect=True)
-def test_a_buffer_that_gets_other_data_is_put_back(remembering: None) -> None:
-    """Also where only passes of several rows give it other data."""
+def of_an_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = FORWARD(self, x) * (1 + getattr(self, "longest", 0.0))
+    if self.training:
+        self.longest = x.detach().mean().item() * 5e4
+    return made
+
+
+def of_a_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = FORWARD(self, x) * (1 + getattr(self, "before", NOTHING))
+    if self.training:
+        self.before = x.detach().mean() * 5e4
+    return made
+
+
+@pytest.mark.parametrize(
+    ("remembering", "written"),
+    [(of_data, 2), (of_rows, 2), (of_an_attribute, 25), (of_a_tensor, 0)],
+    indirect=["remembering"],
+)
+def test_a_trace_of_a_unit_is_put_back(remembering: None, written: int) -> None:
+    """A buffer gets other data, also where only passes of several rows give it some. Or an attribute has it: a number,
+    so that passes cannot be followed, as those of rotary positions that grow, or a tensor, so that they show nothing.
+    """
     plan = plan_of("llama", LLAMA)
     model = load_model(plan)
-    assert {name.rpartition(".")[2] for name in model.written} == {"state"}
+    assert len(model.written) == written
     trainer, data = PrivateTrainer(plan, model, CPU), some(6)
     model.module.train()
     with trainer.per_unit_gradients(model.trainable()) as gradients:
