@@ -177,7 +177,7 @@ class Site:
         plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
         demands.check_new(plan, request.run)
-        base = checked_base(request)
+        base = checked_base(request, plan)
         again = demands.has_joined(plan, request.run)
         # Before anything that is loaded is dropped.
         self._kept.check(request, bytes.fromhex(plan.digest()), again=again)

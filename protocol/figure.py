@@ -5,6 +5,7 @@ A figure is declared where it is computed, and in no other place: what is shown 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -78,3 +79,11 @@ class Figure:
             case "sum":
                 return sum(values)
         return None
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as JSON has them, which knows neither infinity nor what is no number: None in their place."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }

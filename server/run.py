@@ -252,7 +252,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
         if not isinstance(result, RoundAbandoned):
             first, lost = number + 1, 0
             continue
-        if len(party.left_out) == known_liars:  # otherwise later rounds are without the site that lied
+        # Later rounds are without a site that is known to have lied, and the next one has no histories to differ.
+        if len(party.left_out) == known_liars and not result.apart:
             lost += 1
         if result.spoiled:
             spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
@@ -270,7 +271,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
             raise QuorumError(
                 f"rounds {first} to {number}",
                 "given up",
-                expected="survivors that reveal their shares, and totals that honest sites can have",
+                expected="sites that carry one history, survivors that reveal their shares, and totals that honest "
+                "sites can have",
                 fix="see above which sites did not, and repair them; the run continues with the next round",
             )
     return last, ""

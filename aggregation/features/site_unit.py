@@ -116,6 +116,9 @@ class _AtSite(AtSite):
         clip = clip_in(told)
         if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:  # not for what is no number
             raise UpdateError("clipping norm", clip, expected=f"{SMALLEST_CLIP:g} to {LARGEST_CLIP:g}")
+        privacy = basis.plan.privacy
+        if privacy.adaptive is None and clip != privacy.clip:
+            raise UpdateError("clipping norm", clip, expected=f"{privacy.clip:g}, that of the plan")
         return cls(mechanism_of(basis), clip)
 
     def code(self, layout: SumLayout, secrets: Secrets, factor: float) -> Protected:

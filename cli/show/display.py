@@ -86,6 +86,8 @@ def describe(event: progress.Event) -> str:
             return f"round {number}: attempt {attempt} failed: {reason}"
         case progress.RoundAbandoned(number, spoiled=wrong) if wrong:
             return f"round {number}: given up: a site lied in its counters: {wrong}; the model is unchanged"
+        case progress.RoundAbandoned(number, apart=True):
+            return f"round {number}: given up: too few sites carry one history, so the next round begins with none"
         case progress.RoundAbandoned(number, attempts):
             return f"round {number}: given up after {attempts} attempts; the model is unchanged"
         case progress.NotEvaluated(number, spoiled=wrong) if wrong:

@@ -23,6 +23,7 @@ from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, one_line
+from cloister.protocol.figure import finite
 from cloister.protocol.plan.plan import DataSection
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
@@ -60,32 +61,34 @@ def to_json(
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
     over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)
     label = folder.plan.data.label
-    return {
-        "run": str(folder.path),
-        "rounds": outcome.rounds,
-        "initial_loss": outcome.initial_loss,
-        "final_loss": outcome.final_loss,
-        "classification": None
-        if outcome.confusion is None
-        else outcome.confusion.to_json(folder.plan.data.outcomes),
-        "epsilon": epsilon,
-        "delta": None if epsilon is None else folder.plan.privacy.delta,
-        "dataset": None if over is None else asdict(over),
-        "stopped": outcome.stopped,
-        "absent": dict(absent),
-        "command_seconds": seconds,
-        "phase_seconds": dict(outcome.phase_seconds),
-        "round_seconds": outcome.round_seconds,
-        **outcome.values((*EVALUATED, *FIGURES)),
-        "tokens": outcome.tokens or None if label == "token" else None,
-        "texts": outcome.tokens or None if label == "text" else None,
-        "given_up": outcome.given_up,
-        "gate_refused": outcome.gate_refused,
-        "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
-        "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
-        "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
-        "params_sha256": outcome.params_sha256,
-    }
+    return finite(
+        {
+            "run": str(folder.path),
+            "rounds": outcome.rounds,
+            "initial_loss": outcome.initial_loss,
+            "final_loss": outcome.final_loss,
+            "classification": None
+            if outcome.confusion is None
+            else outcome.confusion.to_json(folder.plan.data.outcomes),
+            "epsilon": epsilon,
+            "delta": None if epsilon is None else folder.plan.privacy.delta,
+            "dataset": None if over is None else asdict(over),
+            "stopped": outcome.stopped,
+            "absent": dict(absent),
+            "command_seconds": seconds,
+            "phase_seconds": dict(outcome.phase_seconds),
+            "round_seconds": outcome.round_seconds,
+            **outcome.values((*EVALUATED, *FIGURES)),
+            "tokens": outcome.tokens or None if label == "token" else None,
+            "texts": outcome.tokens or None if label == "text" else None,
+            "given_up": outcome.given_up,
+            "gate_refused": outcome.gate_refused,
+            "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
+            "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
+            "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
+            "params_sha256": outcome.params_sha256,
+        }
+    )
 
 
 def losses_of_sites(

@@ -307,14 +307,20 @@ class Kept:
             return None  # missing, torn by a crash, or of another model: the site trains
 
 
-def checked_base(request: Join) -> Vector | None:
+def checked_base(request: Join, plan: Plan) -> Vector | None:
     """The base model of a join; None where it has none.
 
     Raises:
-        UpdateError: it is not the model that the request's hash names, or non-finite.
+        UpdateError: it is not the model that the request's hash names, or non-finite, or the plan names the model.
     """
     if not request.base_hash:
         return None
+    if not plan.public.source or plan.model.adapter.scheme == "full":
+        raise UpdateError(
+            "base model",
+            request.base_hash.hex(),
+            expected="none: the plan names it; only public training, below an adapter, makes another",
+        )
     check_sent("base model", request.base, request.base_hash)
     return request.base
 

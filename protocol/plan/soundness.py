@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -227,8 +228,9 @@ def _of_sum(plan: Plan) -> Iterator[Refusal]:
             yield Refusal(error.field, error.expected, error.fix, "mask", error.value)
         elif error is not None:
             groups, federation = plan.aggregation.groups, plan.cohort.sites
-            fewer = next((count for count in range(groups - 1, 2, -1) if _secure_in(plan, count)), None)
-            instead = "remove aggregation.groups" if fewer is None else f"set aggregation.groups = {fewer}"
+            fewer = range(min(groups - 1, MOST_GROUPS), 2, -1)
+            sound = next((count for count in fewer if _secure_in(plan, count)), None)
+            instead = "remove aggregation.groups" if sound is None else f"set aggregation.groups = {sound}"
             yield Refusal(
                 "aggregation.groups",
                 f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
@@ -321,7 +323,7 @@ def _of_records(plan: Plan) -> Iterator[Refusal]:
     """Classes or choices that are not two different ones, or weights for others."""
     data = plan.data
     for what, names in (("classes", data.classes), ("choices", data.choices)):
-        wrong = [name for name in names if not name or names.count(name) > 1]
+        wrong = [name for name, times in Counter(names).items() if not name or times > 1]
         if names and (wrong or not 2 <= len(names) <= MOST_CLASSES):
             yield Refusal(
                 f"data.{what}",

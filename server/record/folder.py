@@ -14,6 +14,7 @@ from typing import IO, Any
 from safetensors import SafetensorError, safe_open
 
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
+from cloister.protocol.figure import finite
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import lock, on_disk, remove, sync, write_bytes
 from cloister.protocol.plan.plan import Plan
@@ -226,7 +227,7 @@ class RunFolder(RunFiles, Closing):
             StorageError: the disk is full.
         """
         with on_disk(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+            file.write(json.dumps(finite(row)) + "\n")
             file.flush()
             sync(file.fileno())  # so that a power cut loses no line but the newest, which is written again
 

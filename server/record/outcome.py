@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,10 +103,10 @@ def outcome(files: RunFiles) -> Outcome:
     evaluated = [row for row in rows if "loss" in row]
     if end is None:
         raise RunFolderError(str(files.path), expected="a finished run", fix=files.resume_command())
-    initial = next((row["loss"] for row in evaluated if row["round"] == 0), None)
+    initial = next((_number(row["loss"]) for row in evaluated if row["round"] == 0), None)
     final = evaluated[-1] if evaluated and evaluated[-1]["round"] == end.round else {}
     figures = {figure.name: figure.of_run(rows) for figure in FIGURES if figure.over}
-    figures |= {figure.name: final.get(figure.name) for figure in EVALUATED}
+    figures |= {figure.name: _number(final[figure.name]) for figure in EVALUATED if figure.name in final}
     return Outcome(
         rounds=end.round,
         initial_loss=initial,
@@ -121,6 +122,11 @@ def outcome(files: RunFiles) -> Outcome:
         stopped=end.detail.get("stopped", ""),
         confusion=Confusion(tuple(map(tuple, final[CONFUSION]))) if final.get(CONFUSION) else None,
     )
+
+
+def _number(figure: float | None) -> float:
+    """A figure of an evaluation; JSON has None for what is no number (`finite`)."""
+    return math.nan if figure is None else figure
 
 
 _LARGE = 10**9  # bytes, which take a second to read where they are not in memory

@@ -143,6 +143,9 @@ class RoundAbandoned(Event):
     """As in `NotEvaluated`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """As in `RoundDone`."""
+    apart: bool = False
+    """Whether that is because sites carry another history: no shares were asked for, and the next round uses nothing
+    that is carried."""
 
     def facts(self) -> dict[str, Any]:
         """As `RoundDone.facts`."""

@@ -168,6 +168,7 @@ def _abandoned(context: RoundContext, number: int, made: Sequence[Total | Failed
         party.spending.epsilon() if party.spending else None,
         next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), ""),
         party.phases.lap(),
+        all(it.apart for it in made if isinstance(it, Failed)),
     )
 
 

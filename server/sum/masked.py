@@ -83,12 +83,14 @@ class Masked(Plain):
         begin = dict.fromkeys(self.attempt.sites, coordinator.begin)
         yield from self.step(coordinator, begin, Advertise, coordinator.advertised)
         # 3. Share.
-        keys = coordinator.peers()
-        for site in coordinator.behind:
-            self.drop(
-                site,
-                "what it carries has another history than at most sites; it takes part in the next round",
-            )
+        try:
+            keys = coordinator.peers()
+        finally:  # named also where too few others are left
+            for site in coordinator.behind:
+                self.drop(
+                    site,
+                    "what it carries has another history than at most sites; it takes part in the next round",
+                )
         peers = dict.fromkeys((each.site for each in keys.advertised), keys)
         yield from self.step(coordinator, peers, Shares, coordinator.shared)
         # 4. Update.

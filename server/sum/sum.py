@@ -122,7 +122,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     while True:
         unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
         if failures >= last:
-            return Failed(failures, bound=unmasking is not None or apart, dropped=dropped)
+            return Failed(failures, bool(unmasking) or apart, dropped=dropped, apart=apart and not unmasking)
         if begun is None:
             able = [site for site in party.present(cohort) if site not in out | doubted]
             begun = _begin(party, wanted, told, unmasking, able)

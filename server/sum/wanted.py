@@ -76,6 +76,9 @@ class Failed:
     sum the same again."""
     dropped: str = field(default="", compare=False)
     """The site that dropped out last, and why."""
+    apart: bool = False
+    """Whether sites carry another history. No shares were asked for, and the next round uses nothing that is
+    carried."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,14 @@ from cloister.server.federation.cost import cost
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, read_plan
 from cloister.server.record.outcome import Outcome
-from cloister.server.record.progress import AttemptFailed, Event, RoundDone, SiteAnswered, SiteFailed
+from cloister.server.record.progress import (
+    AttemptFailed,
+    Event,
+    RoundAbandoned,
+    RoundDone,
+    SiteAnswered,
+    SiteFailed,
+)
 from cloister.server.run import run
 from cloister.simulations.federation import lay_out
 from cloister.simulations.partition import site_name
@@ -319,8 +326,9 @@ def test_a_site_whose_residual_is_damaged_misses_one_round_and_then_all_begin_an
 
 
 def test_sites_of_another_history_leave_no_sum_below_the_smallest_part(tmp_path: Path) -> None:
-    """Two of four carry something else: the rest are fewer than a quorum, so nothing is opened, and no site trains."""
-    party = Run(tmp_path, *ONE_MAY_MISS, "run.rounds=3", "cohort.attempts=2")
+    """Two of four carry something else: the rest are fewer than a quorum, so nothing is opened, no site trains, and the
+    two are named; the run goes on, though a round that is lost after shares were asked for would end it."""
+    party = Run(tmp_path, *ONE_MAY_MISS, "run.rounds=3", "cohort.attempts=1")
     assert party.plan.threshold().smallest_part == 3
     lost = list(party.folders)[:2]
 
@@ -332,6 +340,8 @@ def test_sites_of_another_history_leave_no_sum_below_the_smallest_part(tmp_path:
     party.channel.before = before
     party.go()
     assert [event.round for event in party.of(RoundDone)] == [1, 3]
+    assert [(event.round, event.apart) for event in party.of(RoundAbandoned)] == [(2, True)]
+    assert {(event.round, event.site) for event in party.of(SiteFailed)} == {(2, name) for name in lost}
     assert {number for number, _ in party.told} == {1, 3}
     assert party.states() == ["fresh", "fresh"]
 

@@ -168,6 +168,8 @@ def test_groups_in_which_too_many_sites_may_collude_are_refused_with_the_figure(
     ("settings", "field", "why"),
     [
         (["aggregation.groups=2"], "aggregation.groups", "the median of two means is their mean"),
+        # In a moment: the search for a number that is sound begins at the most that there may be.
+        ([f"aggregation.groups={10**15}"], "aggregation.groups", "at least 3 sites in each sum"),
         (["aggregation.groups=13", "aggregation.secure=false"], "aggregation.groups", "3 to 12"),
         (["aggregation.groups=5"], "aggregation.groups", "at least 3 sites in each sum"),
         (
@@ -186,7 +188,7 @@ def test_groups_in_which_too_many_sites_may_collude_are_refused_with_the_figure(
             "a median is not linear",
         ),
     ],
-    ids=["two", "too many", "too small", "async", "correlated"],
+    ids=["two", "endless", "too many", "too small", "async", "correlated"],
 )
 def test_what_is_not_sound_with_groups_is_refused_with_the_reason(
     settings: list[str], field: str, why: str

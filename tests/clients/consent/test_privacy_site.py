@@ -278,7 +278,7 @@ def test_a_site_trains_no_round_below_one_that_it_was_charged_for(
 def test_another_clip_or_model_in_the_same_round_is_refused_and_costs_nothing(
     federate: Federate, change: str
 ) -> None:
-    federation = federate(CENTRAL)
+    federation = federate([*CENTRAL, "privacy.adaptive={count_noise=2.0}"])
     site = federation.joined()
     first = whole(site.contribute(federation.request()))
     other: dict[str, Any] = {"clip": 0.5} if change == "clip" else {"model": federation.model + 1}
@@ -705,10 +705,21 @@ def test_a_clipping_norm_out_of_range_is_refused_before_anything_is_charged(
 
 @pytest.mark.parametrize("clip", [SMALLEST_CLIP, LARGEST_CLIP])
 def test_no_clipping_norm_makes_a_site_send_more_than_one_norm(federate: Federate, clip: float) -> None:
-    federation = federate(CENTRAL)
+    federation = federate([*CENTRAL, "privacy.adaptive={count_noise=2.0}"])
     vector = whole(federation.joined().contribute(federation.request(clip=clip)))
     layout = Sums(federation.plan, federation.model.size).training
-    assert float(np.linalg.norm(layout.open(vector, 1).mean.astype(np.float64))) <= 1.001
+    update = layout.open(vector, 1).mean[: federation.model.size].astype(np.float64)
+    assert float(np.linalg.norm(update)) <= 1.001
+
+
+def test_a_clipping_norm_that_does_not_adapt_is_the_plans(federate: Federate) -> None:
+    federation = federate(CENTRAL)
+    site, of_plan = federation.joined(), federation.plan.privacy.clip
+    for clip in (of_plan / 2, float(np.nextafter(of_plan, 2))):
+        with raises(UpdateError, "clipping norm", says="that of the plan"):
+            site.contribute(federation.request(clip=clip))
+    assert federation.entries() == ()
+    assert whole(site.contribute(federation.request(clip=of_plan))).any()
 
 
 def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: Federate) -> None:
@@ -721,8 +732,12 @@ def test_the_clip_of_a_message_does_not_touch_what_protects_a_record(federate: F
     assert whole(site.contribute(federation.request())).any()
 
 
+BASE = ["public.source=public.txt", "model.adapter.scheme=ffa-lora"]
+"""The plan of a run whose coordinator trains a base model on public records."""
+
+
 def test_a_base_model_of_another_size_leaves_nothing_behind(federate: Federate) -> None:
-    federation = federate(RECORD)
+    federation = federate([*RECORD, *BASE])
     site = federation.site()
     with pytest.raises(UpdateError):
         site.join(federation.join_request(base=np.zeros(10, np.float32)))
@@ -732,9 +747,21 @@ def test_a_base_model_of_another_size_leaves_nothing_behind(federate: Federate) 
         site.contribute(federation.request())
 
 
+@pytest.mark.parametrize("settings", [[], BASE[:1], BASE[1:]], ids=["neither", "public", "adapter"])
+def test_a_model_that_the_plan_names_is_not_replaced_by_a_base(
+    federate: Federate, settings: list[str]
+) -> None:
+    federation = federate([*RECORD, *settings])
+    full = load_model(changed(federation.plan, "model", adapter=AdapterSection()))
+    base = full.layout.flatten(full.module)
+    with raises(UpdateError, "base model", says="the plan names it"):
+        federation.site().join(federation.join_request(base=base))
+    assert not (federation.site().config.folder / "runs").exists()
+
+
 def test_a_run_that_was_joined_keeps_its_base_model(federate: Federate) -> None:
     """Another join of the same run cannot replace the base, or fill the disk with bases."""
-    federation = federate([*RECORD, "model.adapter.scheme=ffa-lora"])
+    federation = federate([*RECORD, *BASE])
     full = load_model(changed(federation.plan, "model", adapter=AdapterSection()))
     base = full.layout.flatten(full.module)
     site = federation.site()
@@ -748,7 +775,7 @@ def test_a_run_that_was_joined_keeps_its_base_model(federate: Federate) -> None:
 
 @pytest.mark.parametrize("which", ["another model", "another length", "not finite"])
 def test_a_base_model_that_is_not_the_one_named_is_refused(federate: Federate, which: str) -> None:
-    federation = federate([*RECORD, "model.adapter.scheme=ffa-lora", "model.adapter.rank=2"])
+    federation = federate([*RECORD, *BASE, "model.adapter.rank=2"])
     base = np.zeros(10, np.float32)
     name = vector_hash(base)
     if which == "another model":

@@ -247,7 +247,7 @@ def test_a_site_without_a_coordinator_serves_nobody(site: Recorder, tmp_path: Pa
 
 def test_vectors_are_covered_by_the_hashes_in_the_first_frame(tmp_path: Path) -> None:
     """Of each request that has a vector: one bit of it is changed on the way."""
-    federation = Federation(tmp_path, tiny())
+    federation = Federation(tmp_path, tiny("public.source=public.txt", "model.adapter.scheme=ffa-lora"))
     base = np.ones(4, np.float32)
     join = replace(federation.join_request(), base_hash=vector_hash(base), base=base)
     site = federation.joined()

@@ -392,7 +392,8 @@ def test_ranks_build_on_a_public_base_of_a_checkpoint_under_an_adapter(
     made = load_model(tiny())
     save_pretrained(made, made.layout.flatten(made.module), tmp_path / "checkpoint")
     model = [f"model.name={tmp_path / 'checkpoint'}", "model.config={}", "model.tokenizer=auto"]
-    adapter = ["model.adapter.scheme=ffa-lora", "server.evaluation=none", "aggregation.secure=false"]
+    adapter = ["model.adapter.scheme=ffa-lora", "public.source=public.txt", "server.evaluation=none"]
+    adapter += ["aggregation.secure=false"]
     federation = Federation(tmp_path / "sites", tiny(*model, *adapter))
     plain = load_model(tiny(*model))
     base = plain.layout.flatten(plain.module) + np.float32(0.01)
@@ -407,7 +408,9 @@ def test_ranks_build_on_a_public_base_of_a_checkpoint_under_an_adapter(
 def test_ranks_build_on_the_base_that_the_site_was_given_and_on_no_other(
     tmp_path: Path, open_site: Callable[..., Site]
 ) -> None:
-    federation = Federation(tmp_path, in_clear(tiny("model.adapter.scheme=ffa-lora")))
+    federation = Federation(
+        tmp_path, in_clear(tiny("model.adapter.scheme=ffa-lora", "public.source=public.txt"))
+    )
     whole_model = load_model(tiny())
     base = whole_model.layout.flatten(whole_model.module)
     site = open_site(federation, MESHES["shard"], secure=False, base=base)

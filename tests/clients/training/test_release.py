@@ -249,7 +249,8 @@ def code_of(kind: str, size: int, bits: int) -> Code:
         changes += [*SITE, "privacy.noise_multiplier=1.5", f"privacy.trusted_coordinator={central}"]
         changes += ["privacy.adaptive={count_noise=2.0}"] if adaptive else []
     plan = parse("", changes)
-    sums, clip = Sums(plan, size), 0.3 if plan.privacy.unit == "site" else None
+    of_round = 0.3 if plan.privacy.adaptive else plan.privacy.clip
+    sums, clip = Sums(plan, size), of_round if plan.privacy.unit == "site" else None
     return code_for(sums, rounding=seed_of(7), clip=clip, noise=SECRET.child(kind))
 
 

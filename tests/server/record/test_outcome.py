@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from cloister.lm.model.model import load_model
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.server.door.carrier import identify
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import read_plan
+from cloister.server.record.folder import RunFolder, read_plan
 from cloister.server.record.journal import FINISHED, Journal
+from cloister.server.record.outcome import outcome
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Event, Finished, Step
 from cloister.simulations import federation, site_losses
@@ -82,6 +84,20 @@ def test_peak_memory_is_that_of_the_coordinator_and_of_the_largest_worker(whole:
     assert set(peaks) == {"coordinator", "largest_worker"}
     # The run was in this process, whose peak other tests reset.
     assert all(5e7 < peak < 8e9 for peak in peaks.values())
+
+
+def test_json_has_null_for_what_is_no_number(whole: dict[str, Any], tmp_path: Path) -> None:
+    """A model that has diverged, and a liar whose totals are none: strict parsers read both files."""
+    shutil.copytree(whole["run"], tmp_path / "run")
+    with RunFolder.reopen(tmp_path / "run") as folder:
+        last = folder.metrics()[-1]
+        folder.truncate_metrics(last["round"] - 1)
+        folder.add_metrics(last | {"loss": math.nan, "perplexity": math.inf})
+        assert folder.metrics()[-1] == last | {"loss": None, "perplexity": None}
+        found = outcome(folder)
+        assert math.isnan(found.figures["loss"])
+        written = json.loads(json.dumps(shown.to_json(folder, found, {}, seconds=1.0), allow_nan=False))
+    assert (written["final_loss"], written["perplexity"]) == (None, None)
 
 
 @pytest.mark.parametrize("columns", [60, 80])
