@@ -58,7 +58,7 @@ from cloister.server.federation.app import GridChannel, MeetingChannel, server_a
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import identity, next_start, reached, run_history
 from cloister.server.record.journal import CREATED, DONE, FINISHED
-from cloister.server.record.outcome import Outcome, finish, outcome
+from cloister.server.record.outcome import Outcome, finish
 from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import Event, Observer, Preparing, Started, Step
 from cloister.server.record.public import base_of, public_model
@@ -110,8 +110,7 @@ def simulate(
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
-        finish(folder, observe)
-        return replace(outcome(folder), coordinator_rss=peak_rss())
+        return replace(finish(folder, observe), coordinator_rss=peak_rss())
     phases = Phases()
     with phases.during(Phase.PREPARE):
         dataset = DatasetLedger.of(plan)
@@ -238,8 +237,7 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
         try:
             mesh_for(plan, profile.mesh, "auto")
         except (ModelError, PlanError) as error:
-            field = f"simulation.profiles[{index}].{error.field}"
-            raise type(error)(field, error.value, expected=error.expected, fix=error.fix) from error
+            raise type(error).of(error, f"simulation.profiles[{index}].{error.field}") from error
     if dataset is None:
         return
     assert terms is not None, "a sound plan with a ledger has a privacy unit"
@@ -501,8 +499,7 @@ def usable(
         if error.fix:
             raise
         fix = f"a record of this plan is one line such as {sample_record(plan.data)}"
-        value = () if error.value is None else (error.value,)
-        raise DataError(error.field, *value, expected=error.expected, fix=fix) from error
+        raise DataError.of(error, fix=fix) from error
     return corpus
 
 

@@ -90,7 +90,7 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         events, mechanism = _round(plan, noise, dimension)
     except AccountingError as error:
         field = error.field if error.field.startswith("privacy.") else f"privacy.{error.field}"
-        raise PlanError(field, error.value, expected=error.expected, fix=error.fix) from error
+        raise PlanError.of(error, field) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
     return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)

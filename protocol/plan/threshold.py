@@ -185,12 +185,8 @@ class Tolerance:
             smaller = self._nearest(sites, range(min(n, sites + 1) - 1, 1, -1))
             nearest = " or ".join(str(size) for size in (smaller, larger) if size)
             fix = f"draw a cohort of {nearest} of the {sites} sites" if nearest else ""
-            raise ParameterError(
-                error.field,
-                error.value,
-                expected=error.expected,
-                fix=", or ".join(part for part in (error.fix, fix) if part),
-            ) from error
+            both = ", or ".join(part for part in (error.fix, fix) if part)
+            raise ParameterError.of(error, fix=both) from error
 
     def colluders_in(self, sites: int, n: int) -> int:
         """A: the colluders that a cohort of `n` sites, drawn from a federation of `sites` sites, is assumed to have."""

@@ -25,7 +25,7 @@ from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity, next_start, reached
 from cloister.server.record.journal import FINISHED
-from cloister.server.record.outcome import Outcome, finish, outcome
+from cloister.server.record.outcome import Outcome, finish
 from cloister.server.record.progress import Connected, Moved, Observer
 from cloister.server.record.public import public_model
 from cloister.server.run import run
@@ -71,8 +71,7 @@ def coordinate(
     check_deployable(plan, federation, folder)
     check_newest(folder)
     if reached(folder, FINISHED):
-        finish(folder, observe)
-        return outcome(folder)
+        return finish(folder, observe)
     key, public = registry.signing_key(), public_model(folder, observe)
     roster = federation.roster if plan.aggregation.secure else None
     label = identity(folder, roster)

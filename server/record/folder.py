@@ -182,9 +182,7 @@ class RunFolder(RunFiles, Closing):
             write_bytes(files.plan_file, plan.to_json().encode())
         except StorageError as error:  # nothing can be resumed without a plan
             folder.discard()
-            raise RunFolderError(
-                str(path), expected=error.expected, fix="free space, or choose another --out"
-            ) from error
+            raise RunFolderError.of(error, str(path), fix="free space, or choose another --out") from error
         return folder
 
     @classmethod
@@ -333,4 +331,4 @@ def locked(path: Path, what: str) -> IO[bytes]:
     try:
         return lock(RunFiles(path).lock, f"a {what} that no other process is working on")
     except StorageError as error:
-        raise RunFolderError(error.field, expected=error.expected, fix=error.fix) from error
+        raise RunFolderError.of(error) from error
