@@ -132,7 +132,6 @@ class Site:
         self._kept = Kept(config.folder, self._bases)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
-        self._folder = config.folder
 
     @property
     def guard(self) -> Guard:
@@ -209,7 +208,7 @@ class Site:
         """
         told, about, opened = request.told, request.sum, self._resident.opened
         if isinstance(told, Begin):
-            opened.pop(self._folder, None)
+            opened.pop(self.config.folder, None)
         attempts = self._under_way(about)
         if attempts is None:
             loaded, demands = self._open(about), self._demands(about.run)
@@ -220,9 +219,9 @@ class Site:
             attempts = self._attempts(loaded, about)
         answer = attempts.agree(told, about.round)
         if isinstance(told, Unmask):  # which ends the attempt
-            opened.pop(self._folder, None)
+            opened.pop(self.config.folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
-            opened[self._folder] = self.config, about, attempts
+            opened[self.config.folder] = self.config, about, attempts
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -322,7 +321,7 @@ class Site:
 
     def _under_way(self, about: SumId) -> Attempts | None:
         """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
-        known = self._resident.opened.get(self._folder)
+        known = self._resident.opened.get(self.config.folder)
         return known[2] if known is not None and known[:2] == (self.config, about) else None
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:

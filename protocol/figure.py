@@ -5,6 +5,7 @@ A figure is declared where it is computed, and in no other place: what is shown 
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,13 @@ from typing import Any, Literal
 
 Better = Literal["lower", "higher", ""]
 Over = Literal["last", "least", "greatest", "mean", "sum", ""]
+_OVER: dict[str, Callable[[list[Any]], Any]] = {
+    "last": operator.itemgetter(-1),
+    "least": min,
+    "greatest": max,
+    "mean": statistics.fmean,
+    "sum": sum,
+}
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,4 @@ class Figure:
     def of_run(self, rows: Iterable[Mapping[str, Any]]) -> Any:
         """The run's value from those of its rounds; None where no round has one."""
         values = [row[self.name] for row in rows if row.get(self.name) is not None]
-        if not values:
-            return None
-        match self.over:
-            case "last":
-                return values[-1]
-            case "least":
-                return min(values)
-            case "greatest":
-                return max(values)
-            case "mean":
-                return statistics.fmean(values)
-            case "sum":
-                return sum(values)
-        return None
+        return _OVER[self.over](values) if values and self.over else None

@@ -183,8 +183,7 @@ def configuration(plan: Plan) -> PreTrainedConfig:
     Raises:
         ModelError: the model does not exist, or its configuration does not fit the plan.
     """
-    config, _ = _configure(plan)
-    return config
+    return _configure(plan)[0]
 
 
 def device_for(name: str) -> torch.device:
