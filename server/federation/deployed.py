@@ -17,7 +17,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.door_pb2 import Site
 from cloister.protocol.messages.envelope import Sender
-from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
+from cloister.protocol.plan.plan import Plan
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
 from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
@@ -83,7 +83,6 @@ def coordinate(
             observe,
             roster=roster,
             public=public,
-            evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
             audit_log=AuditLog(registry.path / AUDIT_LOG),
         )
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import lock, on_disk, remove, sync, write_bytes
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
 from cloister.protocol.plan.soundness import from_json
 
 
@@ -56,10 +56,6 @@ class SitesFolder:
     def state(self, name: str) -> Path:
         """The state folder of a site."""
         return self.site(name) / "state"
-
-    def ledger(self, name: str) -> Path:
-        """The privacy ledger of a site."""
-        return self.state(name) / "ledger.sqlite"
 
     def names(self) -> list[str]:
         """The names of the sites that have a configuration, sorted."""
@@ -141,6 +137,11 @@ class RunFiles:
             return f"cloister up --again {run}"
         return f"cloister submit --to {shlex.quote(federation)} --again {run}"
 
+    def evaluated_on(self, plan: Plan) -> str:
+        """The value of `server.evaluation`, with the file of the records that a simulation gives to no site."""
+        simulated = plan.server.evaluation == SIMULATED_PUBLIC
+        return str(self.sites.public_records) if simulated else plan.server.evaluation
+
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds' metrics, up to the first invalid line, such as one that a crash cut short."""
         lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
@@ -192,8 +193,7 @@ class RunFolder(RunFiles, Closing):
         Raises:
             RunFolderError: it is not a run folder, or another process works in it.
         """
-        plan = read_plan(path)
-        return cls(path, plan, locked(path, "run"))
+        return cls(path, read_plan(path), locked(path, "run"))
 
     def discard(self) -> None:
         """Remove what a new run made, and the folder itself if the run made it.

@@ -34,7 +34,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from cloister.privacy.accounting import claims
-from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.group import epsilons
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
@@ -149,7 +149,7 @@ class _Composer:
 
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
-        self._accountant: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
+        self._accountant = terms.accountant
         self._known: dict[frozenset[tuple[str, int]], float] = {}
 
     def spent(self, charges: Counter[str]) -> Spent:
