@@ -668,9 +668,7 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
     Raises:
         ModelError: the folder has no model or tokenizer, or a damaged one.
     """
-    damage = saved.damage(folder)
-    if damage:
-        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
+    saved.check(folder)
     module: Any
     if (folder / saved.ADAPTER).is_file():
         from peft import PeftConfig, PeftModel
