@@ -132,6 +132,7 @@ class Site:
         self._kept = Kept(config.folder, self._bases)
         self._spending = Spending(config, simulated.dataset)
         self._admission = Admission(config, resident, self._spending)
+        self._folder = config.folder
 
     @property
     def guard(self) -> Guard:
@@ -208,7 +209,7 @@ class Site:
         """
         told, about, opened = request.told, request.sum, self._resident.opened
         if isinstance(told, Begin):
-            opened.pop(self.config.folder, None)
+            opened.pop(self._folder, None)
         attempts = self._under_way(about)
         if attempts is None:
             loaded, demands = self._open(about), self._demands(about.run)
@@ -219,9 +220,9 @@ class Site:
             attempts = self._attempts(loaded, about)
         answer = attempts.agree(told, about.round)
         if isinstance(told, Unmask):  # which ends the attempt
-            opened.pop(self.config.folder, None)
+            opened.pop(self._folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
-            opened[self.config.folder] = self.config, about, attempts
+            opened[self._folder] = self.config, about, attempts
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
@@ -305,8 +306,7 @@ class Site:
         Raises:
             RosterError: it cannot be read.
         """
-        kept = self._kept.membership(run) or self.config
-        return self._resident.identity(kept.identity)
+        return self._resident.identity((self._kept.membership(run) or self.config).identity)
 
     def _open(self, sum_id: SumId) -> Loaded:
         """Model and trainer for a message, after a check that the site has joined its plan and run."""
@@ -321,7 +321,7 @@ class Site:
 
     def _under_way(self, about: SumId) -> Attempts | None:
         """The attempts at a sum, if this process has derived them since the site's last `Begin`."""
-        known = self._resident.opened.get(self.config.folder)
+        known = self._resident.opened.get(self._folder)
         return known[2] if known is not None and known[:2] == (self.config, about) else None
 
     def _attempts(self, loaded: Loaded, sum_id: SumId) -> Attempts:
@@ -335,8 +335,7 @@ class Site:
         contract = sums.contract(purpose, sum_id.run, roster, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
-        history = partial(self._history, loaded, sum_id)
-        return Attempts(folder, contract, member, history)
+        return Attempts(folder, contract, member, partial(self._history, loaded, sum_id))
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

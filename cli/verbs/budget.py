@@ -13,7 +13,7 @@ from functools import partial
 
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.claims import mechanism, relation, thing, things, unit
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.report.figures import at_most
@@ -83,8 +83,7 @@ def _terms(plan: Plan, dimension: int, **wanted: float | None) -> Terms:
 
 def _spent(terms: Terms, rounds: int, group: int = 1) -> Spent:
     """What so many rounds cost units that differ together."""
-    by: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
-    return spent(terms.events(rounds), terms.delta, by, group=group)
+    return spent(terms.events(rounds), terms.delta, terms.accountant, group=group)
 
 
 def _row(plan: Plan, terms: Terms, cost: Spent) -> dict[str, object]:

@@ -316,8 +316,7 @@ def _remove(arguments: argparse.Namespace) -> int:
     """
 
     registry = Registry.open(Path(arguments.federation))
-    following = registry.federation.removing(arguments.site)
-    return _published(registry, following, arguments)
+    return _published(registry, registry.federation.removing(arguments.site), arguments)
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
