@@ -306,8 +306,7 @@ class Site:
         Raises:
             RosterError: it cannot be read.
         """
-        kept = self._kept.membership(run) or self.config
-        return self._resident.identity(kept.identity)
+        return self._resident.identity((self._kept.membership(run) or self.config).identity)
 
     def _open(self, sum_id: SumId) -> Loaded:
         """Model and trainer for a message, after a check that the site has joined its plan and run."""
@@ -336,8 +335,7 @@ class Site:
         contract = sums.contract(purpose, sum_id.run, roster, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
-        history = partial(self._history, loaded, sum_id)
-        return Attempts(folder, contract, member, history)
+        return Attempts(folder, contract, member, partial(self._history, loaded, sum_id))
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

@@ -8,7 +8,7 @@ exception of any other class is a defect and shows its traceback.
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from typing import Any, Self
 
 
 class CloisterError(Exception):
@@ -26,6 +26,7 @@ class CloisterError(Exception):
     def __init__(self, field: str, value: object = _ABSENT, *, expected: str, fix: str = "") -> None:
         self.field = field
         self.value = None if value is self._ABSENT else value
+        self._shown = () if value is self._ABSENT else (value,)
         self.expected = expected
         self.fix = fix
         shown = field if value is self._ABSENT else f"{field} is {_short(value)}"
@@ -33,6 +34,18 @@ class CloisterError(Exception):
         if fix:
             parts.append(fix)
         super().__init__(visible("; ".join(parts)))
+
+    @classmethod
+    def of(cls, error: CloisterError, field: str = "", *, fix: str | None = None) -> Self:
+        """What another error says, as one of this class.
+
+        Args:
+            error: The other error.
+            field: Another field; empty: the same.
+            fix: Another fix; None: the same.
+        """
+        fix = error.fix if fix is None else fix
+        return cls(field or error.field, *error._shown, expected=error.expected, fix=fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished text with the attributes, not as a call of `__init__`, which takes other arguments."""

@@ -6,6 +6,7 @@ A figure is declared where it is computed, and in no other place: what is shown 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,13 @@ from typing import Any, Literal
 
 Better = Literal["lower", "higher", ""]
 Over = Literal["last", "least", "greatest", "mean", "sum", ""]
+_OVER: dict[str, Callable[[list[Any]], Any]] = {
+    "last": operator.itemgetter(-1),
+    "least": min,
+    "greatest": max,
+    "mean": statistics.fmean,
+    "sum": sum,
+}
 
 
 @dataclass(frozen=True)
@@ -65,20 +73,7 @@ class Figure:
     def of_run(self, rows: Iterable[Mapping[str, Any]]) -> Any:
         """The run's value from those of its rounds; None where no round has one."""
         values = [row[self.name] for row in rows if row.get(self.name) is not None]
-        if not values:
-            return None
-        match self.over:
-            case "last":
-                return values[-1]
-            case "least":
-                return min(values)
-            case "greatest":
-                return max(values)
-            case "mean":
-                return statistics.fmean(values)
-            case "sum":
-                return sum(values)
-        return None
+        return _OVER[self.over](values) if values and self.over else None
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

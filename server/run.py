@@ -63,7 +63,6 @@ def run(
     *,
     roster: Roster | None = None,
     public: Vector | None = None,
-    evaluation: str = "",
     noise: Callable[[int], NoiseStream] = lambda _round: NoiseStream.fresh(),
     dataset: DatasetLedger | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -79,7 +78,6 @@ def run(
         observe: Receives the run's events.
         roster: The sites' identities, for a plan that sums securely.
         public: What `public_model` returned.
-        evaluation: Public records to evaluate on, instead of those that the plan names.
         noise: Returns, for 0, a stream from which the noise that a trusted coordinator adds in all rounds is derived;
             if that is declared, and not correlated, for a round the stream of its noise.
         dataset: In a simulation, the ledger over runs, which its sites charge.
@@ -141,7 +139,7 @@ def run(
         model.layout.place(weights, model.module)  # one copy of the model, which evaluation uses too
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
-        evaluations = Evaluations(_evaluation(party, model, evaluation or plan.server.evaluation))
+        evaluations = Evaluations(_evaluation(party, model, folder.evaluated_on(plan)))
         context = RoundContext(party, checkpoints, weights, evaluations, released)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))

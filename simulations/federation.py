@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -52,13 +52,13 @@ from cloister.protocol.identity.roster import (
 from cloister.protocol.machine.storage import sync_to_disk, write_file, write_folder, write_new
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
-from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan, ProfileSection
+from cloister.protocol.plan.plan import Plan, ProfileSection
 from cloister.protocol.plan.template import to_toml
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import identity, next_start, reached, run_history
 from cloister.server.record.journal import CREATED, DONE, FINISHED
-from cloister.server.record.outcome import Outcome, finish, outcome
+from cloister.server.record.outcome import Outcome, finish
 from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import Event, Observer, Preparing, Started, Step
 from cloister.server.record.public import base_of, public_model
@@ -110,8 +110,7 @@ def simulate(
     if workers is not None and workers < 1:
         raise EngineError("--workers", workers, expected="1 or more")
     if reached(folder, FINISHED):
-        finish(folder, observe)
-        return replace(outcome(folder), coordinator_rss=peak_rss())
+        return replace(finish(folder, observe), coordinator_rss=peak_rss())
     phases = Phases()
     with phases.during(Phase.PREPARE):
         dataset = DatasetLedger.of(plan)
@@ -165,7 +164,6 @@ def _coordinate(
         told,
         roster=roster,
         public=public,
-        evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
         noise=partial(noise_of, plan, "coordinator"),
         dataset=dataset,
         phases=phases,
@@ -238,8 +236,7 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
         try:
             mesh_for(plan, profile.mesh, "auto")
         except (ModelError, PlanError) as error:
-            field = f"simulation.profiles[{index}].{error.field}"
-            raise type(error)(field, error.value, expected=error.expected, fix=error.fix) from error
+            raise type(error).of(error, f"simulation.profiles[{index}].{error.field}") from error
     if dataset is None:
         return
     assert terms is not None, "a sound plan with a ledger has a privacy unit"
@@ -279,8 +276,8 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
         _make_sequences(plan, folder.sites, observe)
     public = public_model(folder, observe)
     base = base_of(plan, public)
-    if base is not None:
-        _share_base(sites, base)
+    if base is not None and not (path := base_path(sites, vector_hash(base))).exists():
+        write_file(path, lambda temporary: save_vector(temporary, base))  # where all sites look: on disk once
     return public
 
 
@@ -314,17 +311,9 @@ def declare_rounding(plan: Plan, site: str, state: Path) -> None:
     write_new(state / DECLARED_ROUNDING, key, durable=False)
 
 
-def _share_base(sites: Path, base: Vector) -> None:
-    """Put the base model where every simulated site looks for it, so that it is on disk once."""
-    path = base_path(sites, vector_hash(base))
-    if not path.exists():
-        write_file(path, lambda temporary: save_vector(temporary, base))
-
-
 def _site_of(sites: Path, plan: Plan, context: Context, resident: Resident) -> Faulty:
     index = int(context.node_config["partition-id"])
-    site = open_site(sites, plan, index, resident)
-    return Faulty(site, plan, profile_of(plan, index).speed)
+    return Faulty(open_site(sites, plan, index, resident), plan, profile_of(plan, index).speed)
 
 
 def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
@@ -415,6 +404,12 @@ def lay_out(plan: Plan, folder: Path) -> None:
         )
 
 
+def public_sources(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The fields of a plan for public records, each with its source, which may be empty, and the split of it."""
+    yield "public.source", plan.public.source, plan.public.split
+    yield "server.evaluation", plan.server.evaluation, "train"
+
+
 def _check_public_sources(plan: Plan) -> None:
     """Check that what a plan with a privacy unit names as public is not what its sites are given.
 
@@ -424,10 +419,7 @@ def _check_public_sources(plan: Plan) -> None:
     if plan.privacy.unit == "none":
         return
     records = plan.simulation
-    for field, source, split in (
-        ("public.source", plan.public.source, plan.public.split),
-        ("server.evaluation", plan.server.evaluation, "train"),
-    ):
+    for field, source, split in public_sources(plan):
         # Only splits of the hub are apart, and only by name: `train[:9]`, `train+test` and `all` have records of others
         names = {split, records.split}
         hub = not source.startswith("builtin:") and not Path(source).expanduser().exists()
@@ -501,8 +493,7 @@ def usable(
         if error.fix:
             raise
         fix = f"a record of this plan is one line such as {sample_record(plan.data)}"
-        value = () if error.value is None else (error.value,)
-        raise DataError(error.field, *value, expected=error.expected, fix=fix) from error
+        raise DataError.of(error, fix=fix) from error
     return corpus
 
 

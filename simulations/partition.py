@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cloister.lm.text.data import shuffled
 from cloister.lm.text.records import Records
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_file
@@ -104,9 +105,7 @@ def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, l
     if not fraction:
         return records, []
     count = min(max(1, round(fraction * len(records))), len(records) - 1)
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, 0x70)))).permutation(
-        len(records)
-    )
+    order = shuffled((seed, 0x70), len(records))
     apart = sorted(order[:count].tolist())
     chosen = set(apart)
     kept = [records[index] for index in range(len(records)) if index not in chosen]

@@ -257,8 +257,7 @@ def _limits(largest: float) -> tuple[np.float32, np.float32]:
 
 
 def _within(bounds: npt.NDArray[np.float64], largest: float) -> Floats:
-    within: Floats = np.clip(bounds.astype(np.float32), *_limits(largest))
-    return within
+    return np.clip(bounds.astype(np.float32), *_limits(largest))
 
 
 # The residual.

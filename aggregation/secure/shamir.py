@@ -12,6 +12,8 @@ machine, and are opened by the coordinator, which may know the secrets: no other
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 from cloister.protocol.errors import ShareError
@@ -82,26 +84,22 @@ class Interpolation:
 
 def _at_zero(indices: tuple[int, ...]) -> list[int]:
     """The Lagrange coefficients prod_{j != i} x_j / (x_j - x_i) mod p, with one modular inverse for all."""
-    product = 1
-    for x in indices:
-        product = product * x % PRIME
+    product = functools.reduce(_times, indices)
     below = []  # x_i prod_{j != i} (x_j - x_i): product / below_i is the coefficient
     for x in indices:
-        value = x
-        for other in indices:
-            if other != x:
-                value = value * (other - x) % PRIME
-        below.append(value)
+        below.append(functools.reduce(_times, (other - x for other in indices if other != x), x))
     # Montgomery's trick: invert the product of all, then remove one factor at a time.
-    prefixes = [1]
-    for value in below:
-        prefixes.append(prefixes[-1] * value % PRIME)
+    prefixes = list(itertools.accumulate(below, _times, initial=1))
     inverse = pow(prefixes[-1], -1, PRIME)
     coefficients = [0] * len(indices)
     for i in range(len(indices) - 1, -1, -1):
         coefficients[i] = product * inverse % PRIME * prefixes[i] % PRIME
         inverse = inverse * below[i] % PRIME
     return coefficients
+
+
+def _times(one: int, other: int) -> int:
+    return one * other % PRIME
 
 
 def _value(share_bytes: bytes) -> int:

@@ -165,8 +165,7 @@ class SumLayout:
         if steps.shape != (self.extra,):
             raise UpdateError("extra values", steps.shape, expected=f"a vector of {self.extra} values")
         coded = self.ring.encode_counters([counters[name] for name in self.names])
-        vector: RingVector = np.concatenate([steps.astype(self.ring.dtype), coded])
-        return vector
+        return np.concatenate([steps.astype(self.ring.dtype), coded])
 
     def counted(self, tail: RingVector, sites: int) -> dict[str, int]:
         """The totals of the counters over some sites, checked.

@@ -89,20 +89,17 @@ def apply(
 
 def _apply_part(vector: Ring, add: Sequence[bytes], subtract: Sequence[bytes], offset: int) -> None:
     start = offset * vector.itemsize
-    adding = [keystream(seed, start) for seed in add]
-    subtracting = [keystream(seed, start) for seed in subtract]
+    streams: list[tuple[np.ufunc, CipherContext]] = [(np.add, keystream(seed, start)) for seed in add]
+    streams += [(np.subtract, keystream(seed, start)) for seed in subtract]
     stream = np.empty(BLOCK // vector.itemsize, vector.dtype.newbyteorder("<"))
     stream_bytes, zeros = stream.data.cast("B"), memoryview(_ZEROS)
     for begin in range(0, vector.size, stream.size):
         block = vector[begin : begin + stream.size]
         nbytes = block.nbytes
         keys, into, source = stream[: block.size], stream_bytes[:nbytes], zeros[:nbytes]
-        for context in adding:
+        for fold, context in streams:
             context.update_into(source, into)
-            np.add(block, keys, out=block)
-        for context in subtracting:
-            context.update_into(source, into)
-            np.subtract(block, keys, out=block)
+            fold(block, keys, out=block)
 
 
 def check(vector: Ring, offset: int) -> None:

@@ -178,8 +178,7 @@ class Ring:
             raise ValueError("a counter is out of range: expected integers in [0, 2^64)")
         mask = (1 << width) - 1
         limbs = [counter >> (width * limb) & mask for counter in counters for limb in range(self.limbs)]
-        coded: RingVector = np.array(limbs, dtype=self.dtype)
-        return coded
+        return np.array(limbs, dtype=self.dtype)
 
     def decode_counters(self, total: RingVector) -> list[int]:
         """Decode the exact sums of counters from a sum of at most `terms` vectors from `encode_counters`."""

@@ -16,12 +16,8 @@ class PipedConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output; rich would end the process."""
         self.quiet = True
-        with suppress(OSError):  # a stream without a file descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self.file.fileno())  # a flush of what is buffered would fail again
-            finally:
-                os.close(nowhere)
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stream without a file descriptor
+            os.dup2(nowhere.fileno(), self.file.fileno())  # a flush of what is buffered would fail again
 
     def say(self, line: str, style: str = "") -> None:
         """Print a line as it is: without markup, and not cut at the width of the terminal."""

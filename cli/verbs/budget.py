@@ -13,7 +13,7 @@ from functools import partial
 
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.claims import mechanism, relation, thing, things, unit
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.report.figures import at_most
@@ -21,6 +21,7 @@ from cloister.privacy.report.report import meaning
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed
+from cloister.simulations.search.price import dimension_of
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
     if plan.privacy.unit == "none":
         raise CloisterError("privacy.unit", "none", expected="a unit: without one there is no cost")
-    terms_with = partial(_terms, plan, _dimension(plan))
+    terms_with = partial(_terms, plan, dimension_of(plan))
     length, shown = plan.run.rounds, PipedConsole(quiet=arguments.json)
     if noise is None and target is None:
         facts = _table(shown, plan, [terms_with(noise_multiplier=each) for each in _NOISES])
@@ -72,15 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dimension(plan: Plan) -> int:
-    """Coordinates of an update, which the cost of unit `site` depends on."""
-    if plan.privacy.unit != "site":
-        return 1
-    from cloister.lm.model.model import count_parameters
-
-    return count_parameters(plan).trained
-
-
 def _terms(plan: Plan, dimension: int, **wanted: float | None) -> Terms:
     """The privacy of a plan with another noise multiplier or target epsilon, and without a budget."""
     values = {"noise_multiplier": None, "target_epsilon": None, "budget": None} | wanted
@@ -91,8 +83,7 @@ def _terms(plan: Plan, dimension: int, **wanted: float | None) -> Terms:
 
 def _spent(terms: Terms, rounds: int, group: int = 1) -> Spent:
     """What so many rounds cost units that differ together."""
-    by: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
-    return spent(terms.events(rounds), terms.delta, by, group=group)
+    return spent(terms.events(rounds), terms.delta, terms.accountant, group=group)
 
 
 def _row(plan: Plan, terms: Terms, cost: Spent) -> dict[str, object]:

@@ -23,7 +23,7 @@ from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
 from cloister.protocol.machine.prerequisites import check_extra, size
 from cloister.protocol.machine.storage import check_empty, write_folder
-from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan
+from cloister.protocol.plan.plan import NO_EVALUATION, DataSection, Plan
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.history import run_history
 
@@ -180,11 +180,9 @@ def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tupl
             return (arguments.text, "train", plain), None
         both = (arguments.text, "train", plain.model_copy(update={"held_out": 0.1}))
         return both, both
-    source = plan.server.evaluation
+    source = files.evaluated_on(plan)
     if source in ("", NO_EVALUATION):
         raise DataError("--text", expected="public text, because the run evaluated no public records")
-    if source == SIMULATED_PUBLIC:
-        source = str(files.sites.public_records)
     measured_on = (source, "train", plan.data.model_copy(update={"held_out": 0.0}))
     if arguments.distil is None:
         return measured_on, None

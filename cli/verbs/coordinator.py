@@ -316,8 +316,7 @@ def _remove(arguments: argparse.Namespace) -> int:
     """
 
     registry = Registry.open(Path(arguments.federation))
-    following = registry.federation.removing(arguments.site)
-    return _published(registry, following, arguments)
+    return _published(registry, registry.federation.removing(arguments.site), arguments)
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
@@ -380,8 +379,8 @@ def _read_request(path: Path) -> Request:
     return Request.from_toml(read_document(path, "request"), str(path))
 
 
-def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Request]:
-    """The requests, each of whose fingerprints a person was told by its site.
+def _agreed(requests: list[Request], arguments: argparse.Namespace) -> None:
+    """Let a person compare the fingerprint of each request with what its site has told.
 
     Raises:
         RosterError: a fingerprint was not given, or another one was.
@@ -407,7 +406,6 @@ def _agreed(requests: list[Request], arguments: argparse.Namespace) -> list[Requ
     unused = [one for one in told if not any(fingerprint.same(one, each.fingerprint) for each in requests)]
     if unused:
         raise RosterError("--fingerprint", fingerprint.shown(unused[0]), expected="that of a request")
-    return requests
 
 
 def _published(registry: Registry, following: Federation, arguments: argparse.Namespace) -> int:

@@ -102,7 +102,7 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
     """
     from cloister.lm.text.records import Unusable
     from cloister.lm.text.tokenizer import looks_like_path
-    from cloister.simulations.federation import divided, not_used, usable
+    from cloister.simulations.federation import divided, not_used, public_sources, usable
 
     def local(source: str) -> bool:
         here = Path(source).expanduser().exists() or source.startswith("builtin:")
@@ -116,10 +116,7 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
         counts = {"simulation.source": len(kept) + len(apart), "fewest at a site": min(map(len, parts))}
         line = not_used(unusable.left_out, unusable.places, plan) if unusable else ""
     public = plan.model_copy(update={"privacy": PrivacySection()})  # of public records nobody is an owner
-    for field, source, split in (
-        ("public.source", plan.public.source, plan.public.split),
-        ("server.evaluation", plan.server.evaluation, "train"),
-    ):
+    for field, source, split in public_sources(plan):
         if source and local(source):
             counts[field] = len(usable(public, field, source, split).records)
     return counts, line

@@ -7,10 +7,10 @@ messages as in a deployment. The result is kept in the run folder.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, chosen_plan, folder_for
+from cloister.protocol.plan.template import toml_value
 from cloister.server.record.folder import RunFolder
 
 
@@ -35,17 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the plan in a new folder."""
     from cloister.cli.show.execution import execute
 
-    fields = {
+    fields = {  # as TOML, in which a name such as `2024` stays text
         "run.rounds": arguments.rounds,
         "run.seed": arguments.seed,
-        "simulation.ledger": arguments.ledger and _text(str(Path(arguments.ledger).absolute())),
-        "simulation.dataset": arguments.dataset and _text(arguments.dataset),
+        "simulation.ledger": arguments.ledger and toml_value(str(Path(arguments.ledger).absolute())),
+        "simulation.dataset": arguments.dataset and toml_value(arguments.dataset),
     }
     plan = chosen_plan(arguments, fields)
     with RunFolder.create(folder_for(arguments.out, Path("runs"), plan.run.name), plan) as folder:
         return execute(folder, arguments, new=True)
-
-
-def _text(value: str) -> str:
-    """A string as TOML: a name such as `2024` stays text."""
-    return json.dumps(value, ensure_ascii=False)

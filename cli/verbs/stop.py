@@ -34,5 +34,4 @@ def run(arguments: argparse.Namespace) -> int:
             raise RunFolderError(str(federation), expected="a run that runs")
         path = running[0]
     (stopped,) = command(federation, do="stop", run=path)
-    facts = {"run": path, "state": stopped["state"]}
-    return tell(arguments, facts, f"{stopped['state']}  {path}")
+    return tell(arguments, {"run": path, "state": stopped["state"]}, f"{stopped['state']}  {path}")

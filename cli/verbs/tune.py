@@ -24,7 +24,7 @@ from cloister.protocol.errors import CloisterError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.simulations.engines import fork_server
 from cloister.simulations.search.price import Price, charged_plan, check_price, price_of
-from cloister.simulations.search.search import Search, Values, check, load_search
+from cloister.simulations.search.search import SEARCH, Search, Values, check
 from cloister.simulations.search.study import Trial
 from cloister.simulations.search.trials import Engine, Heard
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     if arguments.again is None:
-        plan, search = chosen_plan(arguments), load_search(Path(arguments.search))
+        plan, search = chosen_plan(arguments), SEARCH.load(Path(arguments.search))
         check(plan, search)
         if arguments.dry_run:
             return _say_price(plan, search, arguments)

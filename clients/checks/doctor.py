@@ -12,7 +12,7 @@ from cloister.clients.network.door import health
 from cloister.clients.network.route import Route
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.setup.enrolment import must_be_installed
-from cloister.protocol.errors import ConnectionFailedError, ModelError, RosterError
+from cloister.protocol.errors import ConnectionFailedError, RosterError
 from cloister.protocol.identity.certificates import check_authority, read_certificate
 from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import load_identity
@@ -114,14 +114,8 @@ class SiteDoctor(Closing):
         else:
             mesh = Mesh(*(getattr(config.mesh, degree.name) or 1 for degree in fields(Mesh)))
             names = devices_of(config.device)
-            there = devices_for_ranks(names, mesh.size)
-            if mesh.size > len(there):
-                raise ModelError(
-                    "mesh",
-                    mesh.degrees(),
-                    expected=f"a product of at most {len(there)}, the site's devices, but it is {mesh.size}",
-                    fix=f"lower a degree of [mesh] in {self.path}, or add devices",
-                )
+            there = len(devices_for_ranks(names, mesh.size))
+            mesh.check_devices(there, f"lower a degree of [mesh] in {self.path}, or add devices")
             more = "; torch sees no GPU" if config.device == "auto" and names == ["cpu"] else ""
         shown = ", ".join(f"{name} ({memory_of(name) / 1e9:.0f} GB)" for name in dict.fromkeys(names))
         return f"{shown}{more}"

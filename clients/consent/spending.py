@@ -229,9 +229,7 @@ class Spending:
         return Ledger(self._path, self._config.name, composed)
 
     def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
-        unit = "all data of the site"
-        if plan.privacy.dpsgd:
-            unit = unit_in_words(plan.data, plan.privacy)
+        unit = unit_in_words(plan.data, plan.privacy) if plan.privacy.dpsgd else "all data of the site"
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",
             dataset=self._dataset,

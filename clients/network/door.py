@@ -324,9 +324,8 @@ class DoorSite:
                     moving.moved()
                     self._heard(said := _parsed(data))
                     if said.WhichOneof("said") == "alive":
-                        visitor.heads.note(
-                            COORDINATOR, Head.said(said.alive.head.number, said.alive.head.hash)
-                        )
+                        head = said.alive.head
+                        visitor.heads.note(COORDINATOR, Head.said(head.number, head.hash))
             except grpc.RpcError as error:
                 _log.info("door: the session broke: %s", printable(_details(error)))
             finally:

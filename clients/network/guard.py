@@ -99,19 +99,15 @@ def _advance(path: Path, counter: int, digest: bytes) -> None:
         StaleError: a later request was served, or another one with the same counter.
         StorageError: the disk refuses.
     """
-    with on_disk(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held = os.pread(file, _MARK.size, 0)
-            highest, known = _MARK.unpack(held) if len(held) == _MARK.size else (0, b"")
-            if counter < highest or (counter == highest and digest != known):
-                raise StaleError(
-                    "counter of the request",
-                    counter,
-                    expected=f"more than {highest}, which this site has served, or the same request again",
-                    fix="if the coordinator's run folder was restored from a backup, start a new run",
-                )
-            os.pwrite(file, _MARK.pack(counter, digest), 0)
-        finally:
-            os.close(file)
+    with on_disk(path), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held = os.pread(file.fileno(), _MARK.size, 0)
+        highest, known = _MARK.unpack(held) if len(held) == _MARK.size else (0, b"")
+        if counter < highest or (counter == highest and digest != known):
+            raise StaleError(
+                "counter of the request",
+                counter,
+                expected=f"more than {highest}, which this site has served, or the same request again",
+                fix="if the coordinator's run folder was restored from a backup, start a new run",
+            )
+        os.pwrite(file.fileno(), _MARK.pack(counter, digest), 0)

@@ -82,9 +82,7 @@ class Route(Closing):
         except ConnectionFailedError as error:
             direct = "ask for this name in your DNS; where only a proxy resolves names, set HTTPS_PROXY"
             fix = "correct HTTPS_PROXY" if self._proxy else direct
-            raise ConnectionFailedError(
-                error.field, error.value, expected=error.expected, fix=fix
-            ) from error.__cause__
+            raise ConnectionFailedError.of(error, fix=fix) from error.__cause__
         return f"{host_of(address)} is {', '.join(dict.fromkeys(each.ip for each in self._endpoints))}"
 
     def connect(self) -> str:

@@ -130,11 +130,10 @@ class Ranks(Closing, Generic[Command, Answer]):
         try:
             if not self._ranks:
                 self._start()
-            answers: list[Answer] = self._exchange(frames, timeout_s, "an answer")
+            return self._exchange(frames, timeout_s, "an answer")
         except BaseException:  # also Ctrl-C: an answer to this command must not be taken for one to the next
             _end_all(self._ranks)
             raise
-        return answers
 
     def _start(self) -> None:
         with ExitStack() as opened:

@@ -41,7 +41,7 @@ from typing import Self
 from cloister.aggregation.secure.secure_sum import Answered
 from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError, StorageError
-from cloister.protocol.machine.storage import disk_refusal, on_disk, sync, sync_folders, write_new
+from cloister.protocol.machine.storage import disk_refusal, on_disk, sync, sync_folders, write_at, write_new
 from cloister.protocol.messages.messages import NOTHING_CARRIED
 
 _FRAME = struct.Struct(">II")  # bytes of the content, and their CRC-32
@@ -129,16 +129,10 @@ class AttemptFiles:
         Raises:
             StorageError: a file is missing, or the disk refuses the access.
         """
-        marks = _open(folder / "marks")
-        try:
+        with _opened(folder / "marks") as marks:
             fcntl.flock(marks, fcntl.LOCK_EX)
-            attempt = _open(folder / "attempt")
-            try:
+            with _opened(folder / "attempt") as attempt:
                 yield cls(folder, run, marks, attempt)
-            finally:
-                os.close(attempt)
-        finally:
-            os.close(marks)
 
     def state(self, known: State | None) -> State:
         """The content of the files; `known` itself if nothing has changed since.
@@ -195,23 +189,20 @@ class AttemptFiles:
         """
         frame = _frame(pack(_hash(request), answer, *_fields(state.marks.answered)))
         before = self._read_revealed()
-        file = _open(self._folder / "revealed")
-        try:
-            if os.pwrite(file, frame, 0) != len(frame):
-                raise OSError(None, "no space left")
-            os.ftruncate(file, len(frame))
-            sync(file)
-        except OSError as error:
-            # The answer does not leave, and `marks` still has the one before it.
-            with contextlib.suppress(OSError):
-                written = 0
-                while written < len(before):  # in blocks that the file has had
-                    written += os.pwrite(file, before[written:], written)
-                os.ftruncate(file, written)
+        with _opened(self._folder / "revealed") as file:
+            try:
+                write_at(file, frame, 0)
+                os.ftruncate(file, len(frame))
                 sync(file)
-            raise disk_refusal(self._folder, error) from error
-        finally:
-            os.close(file)
+            except OSError as error:
+                # The answer does not leave, and `marks` still has the one before it.
+                with contextlib.suppress(OSError):
+                    written = 0
+                    while written < len(before):  # in blocks that the file has had
+                        written += os.pwrite(file, before[written:], written)
+                    os.ftruncate(file, written)
+                    sync(file)
+                raise disk_refusal(self._folder, error) from error
 
     def revealed(self, request: bytes) -> bytes | None:
         """The answer that was kept for exactly this request for shares; None if there is none."""
@@ -270,17 +261,13 @@ class AttemptFiles:
         return None
 
     def _read_revealed(self) -> bytes:
-        file = _open(self._folder / "revealed")
-        try:
+        with _opened(self._folder / "revealed") as file:
             return os.pread(file, os.fstat(file).st_size, 0)
-        finally:
-            os.close(file)
 
     def _mark(self, marks: Marks) -> Marks:
         marks = replace(marks, writes=marks.writes + 1)
         with on_disk(self._folder):
-            if os.pwrite(self._marks, _slot(marks), marks.writes % 2 * _SLOT) != _SLOT:
-                raise OSError(None, "no space left")
+            write_at(self._marks, _slot(marks), marks.writes % 2 * _SLOT)
             sync(self._marks)
         return marks
 
@@ -290,8 +277,7 @@ class AttemptFiles:
         try:
             if os.fstat(self._attempt).st_size > end + len(frames):
                 os.ftruncate(self._attempt, end + len(frames))
-            if os.pwrite(self._attempt, frames, end) != len(frames):
-                raise OSError(None, "no space left")
+            write_at(self._attempt, frames, end)
             sync(self._attempt)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -300,13 +286,18 @@ class AttemptFiles:
         return end + len(frames)
 
 
-def _open(path: Path) -> int:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         raise _unknown(path, "missing") from None
     except OSError as error:
         raise disk_refusal(path, error) from error
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _hash(request: bytes) -> bytes:

@@ -183,8 +183,7 @@ def configuration(plan: Plan) -> PreTrainedConfig:
     Raises:
         ModelError: the model does not exist, or its configuration does not fit the plan.
     """
-    config, _ = _configure(plan)
-    return config
+    return _configure(plan)[0]
 
 
 def device_for(name: str) -> torch.device:
@@ -669,9 +668,7 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
     Raises:
         ModelError: the folder has no model or tokenizer, or a damaged one.
     """
-    damage = saved.damage(folder)
-    if damage:
-        raise ModelError("model", str(folder), expected=f"the files that were saved, but {damage}")
+    saved.check(folder)
     module: Any
     if (folder / saved.ADAPTER).is_file():
         from peft import PeftConfig, PeftModel

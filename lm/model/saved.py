@@ -13,6 +13,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from cloister.protocol.errors import ModelError
+
 RECORD = "saved.json"
 """Its name in the folder."""
 
@@ -66,6 +68,16 @@ def damage(folder: Path) -> str:
         if not same:
             return f"{name} is not as it was saved"
     return ""
+
+
+def check(folder: Path) -> None:
+    """Check that no file is damaged.
+
+    Raises:
+        ModelError: one is.
+    """
+    if why := damage(folder):
+        raise ModelError("model", str(folder), expected=f"the files that were saved, but {why}")
 
 
 def _hash(path: Path) -> str:

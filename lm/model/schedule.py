@@ -82,8 +82,7 @@ def _drawn(schedule: Schedule, number: int) -> Layout:
         count = max(1, round(schedule.part * len(blocks)))
 
         def place(block: str) -> bytes:
-            drawn = pack("cloister/part", schedule.seed, number, block)
-            return hashlib.sha256(drawn).digest()
+            return hashlib.sha256(pack("cloister/part", schedule.seed, number, block)).digest()
 
         chosen = set(sorted(blocks, key=place)[:count])
         names = tuple(name for name in names if _block(name) in chosen)

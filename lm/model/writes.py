@@ -222,5 +222,4 @@ def _pass(module: Any, names: dict[int, str], shape: tuple[int, int], *, trainin
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
-    return place
+    return int(tensor.untyped_storage()._cdata)

@@ -47,9 +47,7 @@ def write_model(
         raise ModelError(
             "--merge", expected="a run that trained an adapter, and this one trained every parameter"
         )
-    damage = saved.damage(final)
-    if damage:
-        raise ModelError("model", str(final), expected=f"the files that were saved, but {damage}")
+    saved.check(final)
     found = params_sha256(_trained(final, section))
     if found != digest:
         raise ModelError(
@@ -116,5 +114,4 @@ def _trained(final: Path, section: ModelSection) -> Vector:
         for name, part in load_peft_weights(str(final), device="cpu").items()
         if frozen is None or frozen not in name
     }
-    flat: Vector = np.concatenate([parts[name].numpy().reshape(-1) for name in sorted(parts)])
-    return flat
+    return np.concatenate([parts[name].numpy().reshape(-1) for name in sorted(parts)])

@@ -96,13 +96,7 @@ class Mesh:
         Raises:
             ModelError: there are too few devices, or tensor parallelism does not fit the model.
         """
-        if self.size > devices:
-            raise ModelError(
-                "mesh",
-                self.degrees(),
-                expected=f"a product of at most {devices}, the site's devices, but it is {self.size}",
-                fix="lower a degree, or remove [mesh]",
-            )
+        self.check_devices(devices, "lower a degree, or remove [mesh]")
         if self.tensor == 1:
             return
         if adapter != "full":
@@ -113,6 +107,20 @@ class Mesh:
             value = getattr(text, name, None)
             if isinstance(value, int) and value % self.tensor:
                 raise self._tensor(f"a divisor of the model's {name} = {value}", "")
+
+    def check_devices(self, devices: int, fix: str) -> None:
+        """Check that there are as many devices as ranks.
+
+        Raises:
+            ModelError: there are too few; it says the fix.
+        """
+        if self.size > devices:
+            raise ModelError(
+                "mesh",
+                self.degrees(),
+                expected=f"a product of at most {devices}, the site's devices, but it is {self.size}",
+                fix=fix,
+            )
 
     def degrees(self) -> str:
         """The degrees in words, such as `replicate 2, shard 1, tensor 4`."""

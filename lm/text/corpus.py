@@ -60,7 +60,7 @@ def _of_field(field: str) -> Iterator[None]:
             error.fix
             or f"set {field} to a .txt, .jsonl, .json or .parquet file, a folder of them, or a hub name"
         )
-        raise DataError(field, error.value, expected=error.expected, fix=fix) from error
+        raise DataError.of(error, field, fix=fix) from error
 
 
 def check_corpus(source: str, *, field: str, split: str = "train") -> None:

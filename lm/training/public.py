@@ -59,8 +59,7 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
     update = Trainer(alone, model, device_for("auto")).train(
         start, sequences, round=1, site_seed=(_PUBLIC,), part=model.layout, progress=progress
     )
-    trained: Vector = start + update.vector
-    return trained
+    return start + update.vector
 
 
 _PUBLIC = 0x7075626C

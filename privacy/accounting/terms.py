@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cloister.privacy.accounting.accountant import calibrate, epsilon_of
+from cloister.privacy.accounting.accountant import Accountant, calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
@@ -34,7 +34,7 @@ class Terms:
     """What one round costs a site that takes part in it; with correlated noise, all of its rounds together."""
     budget: float | None
     """Largest epsilon of a site over the run."""
-    accountant: str
+    accountant: Accountant
     mechanism: SiteMechanism | None
     """How updates are summed; unit `site` only."""
 
@@ -90,7 +90,7 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         events, mechanism = _round(plan, noise, dimension)
     except AccountingError as error:
         field = error.field if error.field.startswith("privacy.") else f"privacy.{error.field}"
-        raise PlanError(field, error.value, expected=error.expected, fix=error.fix) from error
+        raise PlanError.of(error, field) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
     return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)

@@ -412,10 +412,8 @@ class Ledger:
             LedgerError: the ledger is damaged or altered.
             StorageError: it cannot be read.
         """
-        return tuple(entry for entry in self._history().entries if run in (None, entry.charge.run))
-
-    def _history(self) -> History:
-        return read_history(self.path).of_owner(self.owner)
+        history = read_history(self.path).of_owner(self.owner)
+        return tuple(entry for entry in history.entries if run in (None, entry.charge.run))
 
 
 def read_history(path: Path) -> History:

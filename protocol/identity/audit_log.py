@@ -24,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Final, Literal
@@ -126,15 +126,14 @@ class AuditLog:
         if path is None or not facts:
             return
         with on_disk(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "r+b") as file:
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 last = _last(file, path)
                 number, previous = (0, FIRST) if last is None else (last.number, bytes.fromhex(last.hash))
                 at = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
                 lines = []
                 for fact in facts:
-                    short = Fact(**{**asdict(fact), "detail": fact.detail[:_LONGEST]})
+                    short = replace(fact, detail=fact.detail[:_LONGEST])
                     line = Line.after(previous, number := number + 1, at, short)
                     previous = bytes.fromhex(line.hash)
                     lines.append(line.text() + "\n")

@@ -318,8 +318,7 @@ class Federation:
         return site
 
     def _next(self, **changed: Any) -> Federation:
-        following = replace(self, version=self.version + 1, previous=self._link, **changed)
-        return following.verified()
+        return replace(self, version=self.version + 1, previous=self._link, **changed).verified()
 
     @property
     def _link(self) -> bytes:

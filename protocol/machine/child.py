@@ -71,12 +71,6 @@ class Child(Closing):
             raise
         self._thread.start()
 
-    @property
-    def pid(self) -> int:
-        """The number of the process; another one after it was started again."""
-        with self._guard:
-            return 0 if self._process is None else self._process.pid
-
     def close(self) -> None:
         """End it, and do not start it again; idempotent."""
         with self._guard:

@@ -117,6 +117,16 @@ def write_new(path: Path, content: bytes, *, durable: bool = True) -> None:
                 os.link(temporary, path)
 
 
+def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of some bytes at an offset of an open file.
+
+    Raises:
+        OSError: the disk is full or refuses the write.
+    """
+    if os.pwrite(file, data, offset) != len(data):
+        raise OSError(None, "no space left")
+
+
 def allocate(path: Path, size: int) -> None:
     """Make a new file of zeros that only its owner may read: where the disk is full, no later write finds out.
 
@@ -127,11 +137,8 @@ def allocate(path: Path, size: int) -> None:
     Raises:
         OSError: the disk is full or refuses the write.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(file, 0, size)
-    finally:
-        os.close(file)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def write_folder(path: Path, fill: Callable[[Path], object], *, durable: bool = True) -> None:
@@ -237,10 +244,8 @@ def is_locked(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

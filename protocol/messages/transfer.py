@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 
 from cloister.protocol.errors import TransferError
-from cloister.protocol.machine.storage import on_disk
+from cloister.protocol.machine.storage import on_disk, write_at
 from cloister.protocol.messages.door_pb2 import Part
 from cloister.protocol.messages.messages import Contribute, Contribution, Join, Reply, Request
 from cloister.protocol.messages.wire import LONGEST, MOST_VECTORS, encode, view
@@ -304,16 +304,12 @@ class Arrival:
         """
         with self._lock, on_disk(self.path):
             held = self._held_by(turn)
-            file = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
+            with os.fdopen(os.open(self._part, os.O_WRONLY | os.O_CREAT, 0o600), "wb", 0) as file:
                 for data in parts:
                     self.check(held, data)
-                    if os.pwrite(file, data, held) != data.nbytes:
-                        raise OSError(None, "no space left")
+                    write_at(file.fileno(), data, held)
                     self._hash.update(data)
                     held = self._held = held + data.nbytes
-            finally:
-                os.close(file)
             return held
 
     def check(self, held: int, data: memoryview) -> None:

@@ -13,13 +13,12 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
 from cloister.protocol.errors import CloisterError
 
@@ -189,18 +188,9 @@ class Settings(Generic[S]):
         """
         try:
             return self.section.model_validate_json(text)
-        except ValidationError as error:
-            field, shown, expected, fix = self._first(error.errors(include_url=False))
-            raise self.error(
-                f"{origin}: {field}" if origin else field, *shown, expected=expected, fix=fix
-            ) from error
-        except self.error as error:  # from a validator of the class
-            if not origin:
-                raise
-            value = () if error.value is None else (error.value,)
-            raise self.error(
-                f"{origin}: {error.field}", *value, expected=error.expected, fix=error.fix
-            ) from error
+        except (ValidationError, self.error) as error:  # the second is of a validator of the class
+            found = self._first(error) if isinstance(error, ValidationError) else error
+            raise self.error.of(found, f"{origin}: {found.field}" if origin else "") from error
 
     def _override(self, tree: dict[str, Any], override: str) -> None:
         dotted, equals, text = override.partition("=")
@@ -220,31 +210,32 @@ class Settings(Generic[S]):
             tree = below
         tree[keys[-1]] = value
 
-    def _first(self, errors: Sequence[ErrorDetails]) -> tuple[str, tuple[Any, ...], str, str]:
+    def _first(self, invalid: ValidationError) -> CloisterError:
         """Pydantic's first complaint in the section's words: field, its value if that helps, what was expected, fix."""
+        errors = invalid.errors(include_url=False)
         error = errors[0]
         location, value = error["loc"], error["input"]
         # Pydantic names each kind of value that a field may have as if it were a key of the field.
         kinds = [each["loc"][-1] for each in errors if location and each["loc"][:-1] == location[:-1]]
         if len(kinds) > 1 and all(kind in _KINDS for kind in kinds):
             told = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
-            return _dotted(location[:-1]), (value,), told, ""
+            return self.error(_dotted(location[:-1]), value, expected=told)
         field = _dotted(location)
         match error["type"]:
             case "extra_forbidden":
                 expected, fix = self._known(location)
-                return field, (), expected, fix
+                return self.error(field, expected=expected, fix=fix)
             case "json_invalid":
-                return self.name, (), f"whole JSON in UTF-8 ({error['ctx']['error']})", ""
+                return self.error(self.name, expected=f"whole JSON in UTF-8 ({error['ctx']['error']})")
             case "missing":
-                return field, (), "a value; none is given", ""
+                return self.error(field, expected="a value; none is given")
             case "model_type":
-                return field or self.name, (value,), "a section with keys of its own", ""
+                return self.error(field or self.name, value, expected="a section with keys of its own")
             case "string_pattern_mismatch" | "string_too_short" | "literal_error" if words := self._in_words(
                 location
             ):
-                return field, (value,), words, ""
-        return field or self.name, (value,), in_words(error["msg"]), ""
+                return self.error(field, value, expected=words)
+        return self.error(field or self.name, value, expected=in_words(error["msg"]))
 
     def _known(self, location: tuple[int | str, ...]) -> tuple[str, str]:
         """The keys that are known where an unknown one is, and the known key that was probably meant."""

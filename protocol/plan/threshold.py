@@ -105,13 +105,10 @@ class Parameters:
 
 
 def tolerated(n: int, fraction: float) -> int:
-    """The largest whole number of `n` sites within `fraction` of them; 0.1 of 10 is 1 despite floating-point rounding.
+    """The largest whole number of `n` sites within `fraction` of them, which is from 0 to below 1.
 
-    Raises:
-        ParameterError: the fraction is below 0, 1 or more, or NaN.
+    0.1 of 10 is 1 despite floating-point rounding.
     """
-    if not 0 <= fraction < 1:
-        raise ParameterError("fraction of the cohort", fraction, expected="0 or more and less than 1")
     return math.floor(fraction * n + 1e-9)
 
 
@@ -119,12 +116,7 @@ def assumed(n: int, fraction: float) -> int:
     """The least whole number of `n` sites that is not below `fraction` of them, to within 1e-9 of a site.
 
     Colluders are rounded up and dropouts down: if one site in ten may collude, one of eight may too.
-
-    Raises:
-        ParameterError: the fraction is below 0, 1 or more, or NaN.
     """
-    if not 0 <= fraction < 1:
-        raise ParameterError("fraction of the cohort", fraction, expected="0 or more and less than 1")
     return math.ceil(fraction * n - 1e-9)
 
 
@@ -185,12 +177,8 @@ class Tolerance:
             smaller = self._nearest(sites, range(min(n, sites + 1) - 1, 1, -1))
             nearest = " or ".join(str(size) for size in (smaller, larger) if size)
             fix = f"draw a cohort of {nearest} of the {sites} sites" if nearest else ""
-            raise ParameterError(
-                error.field,
-                error.value,
-                expected=error.expected,
-                fix=", or ".join(part for part in (error.fix, fix) if part),
-            ) from error
+            both = ", or ".join(part for part in (error.fix, fix) if part)
+            raise ParameterError.of(error, fix=both) from error
 
     def colluders_in(self, sites: int, n: int) -> int:
         """A: the colluders that a cohort of `n` sites, drawn from a federation of `sites` sites, is assumed to have."""

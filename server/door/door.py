@@ -455,14 +455,10 @@ class Door(Closing):
             except TimeoutError:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "timeout: nothing was received")
             except StorageError as error:
-                with contextlib.suppress(DoorError):
-                    self._refusals.take()
-                    _log.error("%s: %s", self._front.address(context.peer()), error)
+                self._log_some(_log.error, "%s: %s", self._front.address(context.peer()), error)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot write to its disk")
             except CloisterError as error:
-                with contextlib.suppress(DoorError):
-                    self._refusals.take()
-                    _log.warning("%s: refused: %s", self._front.address(context.peer()), error)
+                self._log_some(_log.warning, "%s: refused: %s", self._front.address(context.peer()), error)
                 code = next(code for kind, code in _CODES if isinstance(error, kind))
                 await context.abort(code, printable(str(error)))
 
@@ -615,9 +611,7 @@ class Door(Closing):
         except BaseException:
             self._enrolments.failed += 1
             raise
-        with contextlib.suppress(DoorError):
-            self._refusals.take()
-            _log.info("%s: %s waits to be approved", address, name or "a site that is approved")
+        self._log_some(_log.info, "%s: %s waits to be approved", address, name or "a site that is approved")
         await _write(context, pb.ToSite(waiting=pb.Waiting()))
 
     def _dismiss(self) -> None:
@@ -632,15 +626,17 @@ class Door(Closing):
             try:
                 self._refresh()
             except CloisterError as error:  # the folder cannot be read now; the next look may
-                with contextlib.suppress(DoorError):
-                    self._refusals.take()
-                    _log.error("%s", error)
+                self._log_some(_log.error, "%s", error)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log what the event loop could not do, as often as refusals: accept a connection without a descriptor left."""
+        self._log_some(loop.default_exception_handler, context)
+
+    def _log_some(self, log: Callable[..., None], *said: Any) -> None:
+        """Log what peers cause, as often as `_LOGGED` allows."""
         with contextlib.suppress(DoorError):
             self._refusals.take()
-            loop.default_exception_handler(context)
+            log(*said)
 
     def _refresh(self) -> None:
         federation = self._federation()

@@ -182,9 +182,8 @@ class Front:
         """
         made = listening(bind)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accepted, sock=made)
-        found: int = made.getsockname()[1]
-        return found
+        self._server = await loop.create_server(lambda: _Arrival(self._pass), sock=made)
+        return int(made.getsockname()[1])
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
@@ -241,9 +240,6 @@ class Front:
     def forget(self, number: int) -> None:
         """A connection is closed."""
         self._passages.pop(number, None)
-
-    def _accepted(self) -> asyncio.Protocol:
-        return _Arrival(self._pass)
 
     def _pass(self, transport: asyncio.Transport) -> _End:
         """Take a connection in; returns its end."""

@@ -50,8 +50,7 @@ class Rates:
         Raises:
             DoorError: there were too many.
         """
-        rate = self._of.get(address) or Rate(self._burst, self._per_s, self._what)
-        self._of.pop(address, None)
+        rate = self._of.pop(address, None) or Rate(self._burst, self._per_s, self._what)
         self._of[address] = rate
         if len(self._of) > self.MOST:
             del self._of[next(iter(self._of))]

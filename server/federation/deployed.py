@@ -17,7 +17,7 @@ from cloister.protocol.identity.federation import Federation
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.door_pb2 import Site
 from cloister.protocol.messages.envelope import Sender
-from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
+from cloister.protocol.plan.plan import Plan
 from cloister.server.door.grid import DoorGrid, most_bytes_of
 from cloister.server.federation.app import GridChannel
 from cloister.server.federation.deployment import Deployment, check_deployable, check_newest
@@ -25,7 +25,7 @@ from cloister.server.federation.registry import Registry
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity, next_start, reached
 from cloister.server.record.journal import FINISHED
-from cloister.server.record.outcome import Outcome, finish, outcome
+from cloister.server.record.outcome import Outcome, finish
 from cloister.server.record.progress import Connected, Moved, Observer
 from cloister.server.record.public import public_model
 from cloister.server.run import run
@@ -71,8 +71,7 @@ def coordinate(
     check_deployable(plan, federation, folder)
     check_newest(folder)
     if reached(folder, FINISHED):
-        finish(folder, observe)
-        return outcome(folder)
+        return finish(folder, observe)
     key, public = registry.signing_key(), public_model(folder, observe)
     roster = federation.roster if plan.aggregation.secure else None
     label = identity(folder, roster)
@@ -84,7 +83,6 @@ def coordinate(
             observe,
             roster=roster,
             public=public,
-            evaluation=str(folder.sites.public_records) if plan.server.evaluation == SIMULATED_PUBLIC else "",
             audit_log=AuditLog(registry.path / AUDIT_LOG),
         )
 

@@ -17,7 +17,7 @@ from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.figure import finite
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import lock, on_disk, remove, sync, write_bytes
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
 from cloister.protocol.plan.soundness import from_json
 
 
@@ -57,10 +57,6 @@ class SitesFolder:
     def state(self, name: str) -> Path:
         """The state folder of a site."""
         return self.site(name) / "state"
-
-    def ledger(self, name: str) -> Path:
-        """The privacy ledger of a site."""
-        return self.state(name) / "ledger.sqlite"
 
     def names(self) -> list[str]:
         """The names of the sites that have a configuration, sorted."""
@@ -142,6 +138,11 @@ class RunFiles:
             return f"cloister up --again {run}"
         return f"cloister submit --to {shlex.quote(federation)} --again {run}"
 
+    def evaluated_on(self, plan: Plan) -> str:
+        """The value of `server.evaluation`, with the file of the records that a simulation gives to no site."""
+        simulated = plan.server.evaluation == SIMULATED_PUBLIC
+        return str(self.sites.public_records) if simulated else plan.server.evaluation
+
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds' metrics, up to the first invalid line, such as one that a crash cut short."""
         lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
@@ -183,9 +184,7 @@ class RunFolder(RunFiles, Closing):
             write_bytes(files.plan_file, plan.to_json().encode())
         except StorageError as error:  # nothing can be resumed without a plan
             folder.discard()
-            raise RunFolderError(
-                str(path), expected=error.expected, fix="free space, or choose another --out"
-            ) from error
+            raise RunFolderError.of(error, str(path), fix="free space, or choose another --out") from error
         return folder
 
     @classmethod
@@ -195,8 +194,7 @@ class RunFolder(RunFiles, Closing):
         Raises:
             RunFolderError: it is not a run folder, or another process works in it.
         """
-        plan = read_plan(path)
-        return cls(path, plan, locked(path, "run"))
+        return cls(path, read_plan(path), locked(path, "run"))
 
     def discard(self) -> None:
         """Remove what a new run made, and the folder itself if the run made it.
@@ -334,4 +332,4 @@ def locked(path: Path, what: str) -> IO[bytes]:
     try:
         return lock(RunFiles(path).lock, f"a {what} that no other process is working on")
     except StorageError as error:
-        raise RunFolderError(error.field, expected=error.expected, fix=error.fix) from error
+        raise RunFolderError.of(error) from error

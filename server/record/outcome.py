@@ -139,17 +139,20 @@ def remove_secrets(files: RunFiles) -> None:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def finish(folder: RunFolder, observe: Observer) -> None:
+def finish(folder: RunFolder, observe: Observer) -> Outcome:
     """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
 
     Before that, what could open its last sum without noise is removed, if a crash has left it.
+
+    Returns:
+        The run's outcome.
 
     Raises:
         RunFolderError: the checkpoint is missing or damaged.
         StorageError: the disk is full.
     """
     remove_secrets(folder)  # a crash may have come between the journal and the end of the run
-    final, last = folder.final, outcome(folder).rounds
+    final, done = folder.final, outcome(folder)
     if not final.is_dir():
         why = "it is missing"
     elif saved.recorded(final):
@@ -158,9 +161,9 @@ def finish(folder: RunFolder, observe: Observer) -> None:
         why = saved.damage(final)
     else:
         why = f"{saved.RECORD} is missing"
-    if not why:
-        return
-    observe(Preparing(f"the final model again, from the last checkpoint: {why}"))
-    model = load_model(folder.plan, base_of(folder.plan, public_model(folder, observe)))
-    checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
-    save_pretrained(model, checkpoints.load(last).weights, final)
+    if why:
+        observe(Preparing(f"the final model again, from the last checkpoint: {why}"))
+        model = load_model(folder.plan, base_of(folder.plan, public_model(folder, observe)))
+        checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
+        save_pretrained(model, checkpoints.load(done.rounds).weights, final)
+    return done

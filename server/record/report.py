@@ -34,7 +34,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from cloister.privacy.accounting import claims
-from cloister.privacy.accounting.accountant import Accountant, Spent, spent
+from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.group import epsilons
 from cloister.privacy.accounting.terms import Terms, terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
@@ -149,7 +149,7 @@ class _Composer:
 
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
-        self._accountant: Accountant = "rdp" if terms.accountant == "rdp" else "pld"
+        self._accountant = terms.accountant
         self._known: dict[frozenset[tuple[str, int]], float] = {}
 
     def spent(self, charges: Counter[str]) -> Spent:
@@ -251,7 +251,8 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
             )
         problem = problem or own.problem
     if history.simulated:
-        problem = problem or _unpaid_by_sites(history, owned)
+        paid_by_sites = {own.site: frozenset(entry.charge.round for entry in own.paid) for own in owned}
+        problem = problem or _unpaid(history, paid_by_sites, "the sites' own ledgers hold")
         notes |= dict.fromkeys(mine.keys() - {own.site for own in owned}, _NO_LEDGER)
     top = max(costs, key=lambda site: costs[site], default="")
     most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
@@ -269,7 +270,8 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
 
 @dataclass(frozen=True)
 class _OwnLedger:
-    """A simulated site's own ledger."""
+    """A simulated site's own ledger. A site that was asked and did not train has no charge, and no ledger if it never
+    trained."""
 
     site: str
     paid: list[Entry]
@@ -408,19 +410,6 @@ def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: s
         if missing := sorted(summed - paid):
             return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
     return ""
-
-
-def _unpaid_by_sites(history: RunHistory, owned: Iterable[_OwnLedger]) -> str:
-    """The first update of a simulation that its site's own ledger has no charge for, in words; empty if there is none.
-
-    A site that was asked and did not train has no charge, and no ledger if it never trained.
-
-    Args:
-        history: The run.
-        owned: The ledgers that are there.
-    """
-    paid = {own.site: frozenset(entry.charge.round for entry in own.paid) for own in owned}
-    return _unpaid(history, paid, "the sites' own ledgers hold")
 
 
 def _contradiction(history: RunHistory, after: Mapping[int, float | None]) -> str:

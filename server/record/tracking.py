@@ -77,11 +77,10 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 def parameters(plan: Plan) -> dict[str, str]:
     """The fields of a plan on which the parties agree, by SECTION.FIELD, as JSON; and its digest."""
     found = {"digest": plan.digest()}
-    for section, fields in json.loads(plan.to_json()).items():
-        if section in ("simulation", "faults"):
-            continue
+    for section, fields in plan.model_dump(mode="json", exclude={"simulation", "faults"}).items():
         found |= {
-            f"{section}.{name}": json.dumps(value, ensure_ascii=False) for name, value in fields.items()
+            f"{section}.{name}": json.dumps(value, ensure_ascii=False, sort_keys=True)
+            for name, value in fields.items()
         }
     if plan.simulation.noise_seed is not None:
         found["privacy.guarantee"] = "none: the noise comes from a declared seed (simulation.noise_seed)"

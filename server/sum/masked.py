@@ -132,8 +132,7 @@ class Masked(Plain):
         self.course.complained = bool(new)
         if new:
             self.party.complaints.update(new)
-            detail = {"pairs": sorted(new)}
-            self.party.journal.record(self.wanted.round, self.attempt.number, steps.COMPLAINED, detail)
+            self.note(steps.COMPLAINED, pairs=sorted(new))
         return new
 
     def show(self, complaints: frozenset[Complaint]) -> None:
@@ -149,8 +148,7 @@ class Masked(Plain):
         """Ask sites that lied for no other sum; durable, so that a resumed run does not ask them either."""
         for site, what in liars.items():
             self.party.left_out[site] = what
-            detail = {"site": site, "reason": what}
-            self.party.journal.record(self.wanted.round, self.attempt.number, steps.LEFT_OUT, detail)
+            self.note(steps.LEFT_OUT, site=site, reason=what)
             self.party.observe(SiteFailed(self.wanted.round, site, f"left out of all later sums: {what}"))
 
     def fold(self, coordinator: SecureCoordinator, contribution: Contribution) -> None:

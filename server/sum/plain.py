@@ -109,8 +109,11 @@ class Plain:
 
     def note_survivors(self, step: str, survivors: Sequence[str]) -> None:
         """Journal the sites of the sum."""
-        detail = {"survivors": list(survivors)}
-        self.party.journal.record(self.wanted.round, self.attempt.number, self.wanted.step(step), detail)
+        self.note(self.wanted.step(step), survivors=list(survivors))
+
+    def note(self, step: str, **detail: Any) -> None:
+        """Journal a step of this attempt."""
+        self.party.journal.record(self.wanted.round, self.attempt.number, step, detail)
 
     def pay(self) -> None:
         """7. Charge the ledger, and write the release to the audit log, before the sum is opened."""
@@ -181,8 +184,7 @@ class Plain:
             self.party.record("refusal", self.wanted.round, self.attempt.number, {site: reason})
             if self.wanted.purpose == TRAIN:
                 self.party.refused.add(site)
-            detail = {"site": site, "reason": reason}
-            self.party.journal.record(self.wanted.round, self.attempt.number, steps.REFUSED, detail)
+            self.note(steps.REFUSED, site=site, reason=reason)
         self.course.dropped = f" ({site}: {reason})"
         self.party.observe(SiteFailed(self.wanted.round, site, reason))
 

@@ -244,8 +244,7 @@ class RecordGame:
         """The log-likelihood ratio of one step, (M,) -> (M,)."""
         z, q = self.terms.noise_multiplier, self._rate
         absent = math.log1p(-q) if q < 1 else -math.inf
-        ratio: npt.NDArray[np.float64] = np.logaddexp(absent, math.log(q) + (seen - 0.5) / z**2)
-        return ratio
+        return np.logaddexp(absent, math.log(q) + (seen - 0.5) / z**2)
 
     def _rehearsed(self, m: int, steps: int, confidence: float) -> tuple[int, float]:
         """The number of guesses that gives the largest bound if the noise is half of the claimed, and that bound.

@@ -22,7 +22,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -250,11 +250,7 @@ def _look_again(folder: str, _node: str) -> str:
     try:
         if (path / "changed").read_text() != "after" or not (path / "new").exists():
             return "a change is seen there too late"
-        locks: Sequence[tuple[str, Callable[[Any, int], None]]] = [
-            ("flock", fcntl.flock),
-            ("lockf", fcntl.lockf),
-        ]
-        for name, take in locks:
+        for name, take in (("flock", fcntl.flock), ("lockf", fcntl.lockf)):
             with (path / name).open("wb") as file:
                 try:
                     take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

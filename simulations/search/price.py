@@ -154,7 +154,7 @@ def _run(plan: Plan, values: Values) -> tuple[Event, ...]:
     """What a trial costs the dataset if it runs all its rounds."""
     with of_trial(values):
         tried = changed(plan, values)
-        terms = terms_of(tried, _dimension(tried))
+        terms = terms_of(tried, dimension_of(tried))
     assert terms is not None, "the plan has a unit"
     return DatasetLedger(tried).whole(terms)
 
@@ -190,7 +190,7 @@ def _corners(plan: Plan, search: Search) -> list[tuple[Event, ...]]:
 _dimensions: dict[str, int] = {}
 
 
-def _dimension(plan: Plan) -> int:
+def dimension_of(plan: Plan) -> int:
     """The trained parameters of a plan's model, as far as its cost depends on their number."""
     if plan.privacy.unit != "site":
         return 1

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -156,21 +155,8 @@ class Search(Section):
         return self
 
 
-_SETTINGS = Settings(Search, "search", SearchError)
-
-
-def load_search(path: Path) -> Search:
-    """Read the TOML file of a search, and check what does not depend on the plan.
-
-    Raises:
-        SearchError: the file cannot be read, a field is wrong, or the fields contradict each other.
-    """
-    return _SETTINGS.load(path)
-
-
-def recorded(text: str) -> Search:
-    """A search from the JSON that its folder has of it; errors as `load_search`."""
-    return _SETTINGS.from_json(text)
+SEARCH = Settings(Search, "search", SearchError)
+"""Reads a search, and checks what does not depend on the plan."""
 
 
 def check(plan: Plan, search: Search) -> None:
@@ -217,9 +203,7 @@ def of_trial(values: Values) -> Iterator[None]:
         yield
     except CloisterError as error:
         shown = ", ".join(f"{field} = {value!r}" for field, value in values.items())
-        raise PlanError(
-            f"trial with {shown}: {error.field}", error.value, expected=error.expected, fix=error.fix
-        ) from error
+        raise PlanError.of(error, f"trial with {shown}: {error.field}") from error
 
 
 def _check(search: Search) -> None:

@@ -88,7 +88,7 @@ class SearchFolder(Closing):
         try:
             facts = json.loads(file.read_bytes())
             plan = from_json(json.dumps(facts["plan"]))
-            search = searches.recorded(json.dumps(facts["search"]))
+            search = searches.SEARCH.from_json(json.dumps(facts["search"]))
         except FileNotFoundError:
             raise RunFolderError(
                 str(path), expected=f"the folder of a search, with a {file.name} in it"

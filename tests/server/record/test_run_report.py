@@ -479,7 +479,7 @@ def test_the_charge_of_an_update_that_was_lost_stands_for_no_other_site(
     owned = RunFiles(folder).sites.ledgers()
     (asked, *_), (name, lost) = set(RunFiles(folder).sites.names()) - set(owned), owned.popitem()
     paid = read_history(lost).entries[-1].charge
-    path = RunFiles(folder).sites.ledger(asked)  # it trained, and its update did not arrive
+    path = RunFiles(folder).sites.state(asked) / "ledger.sqlite"  # it trained, and its update did not arrive
     Ledger(path, asked, composed).charge(Charge(**{**vars(paid), "dataset": asked}), None)
     assert not gather(folder).ledger.problem
     assert [row.rounds for row in gather(folder).sites if row.name == asked] == [settings != CENTRAL]

@@ -149,7 +149,7 @@ def test_a_grid_is_pruned_and_goes_on_after_ctrl_c(
 def killed_search(plan: Path, search: Path, out: Path) -> None:
     """Begin a search, and die as soon as a trial has told the loss of its first round."""
     Study.seen = lambda *_: die()  # type: ignore[method-assign, assignment]  # this process ends there
-    with SearchFolder.create(out, load(plan), searches.load_search(search)) as folder:
+    with SearchFolder.create(out, load(plan), searches.SEARCH.load(search)) as folder:
         tuning.tune(folder, Engine(workers=1), lambda _trial: None)
 
 
@@ -162,7 +162,7 @@ def test_a_search_goes_on_after_kill_9(
     search, out = write_search(tmp_path, text), tmp_path / "tpe"
     kill_while(killed_search, plan, search, out)
     before = {
-        trial.number: trial for trial in Study(out / "study.sqlite", searches.load_search(search), 2).trials()
+        trial.number: trial for trial in Study(out / "study.sqlite", searches.SEARCH.load(search), 2).trials()
     }
     assert {trial.state for trial in before.values()} == {"running"}
     begun = {
@@ -194,7 +194,7 @@ def test_settings_depend_on_the_seed_and_not_on_interruptions(tmp_path: Path) ->
     chosen = []
     for name, seed, again in (("one", 1, False), ("two", 1, True), ("three", 2, False)):
         text = f'sampler = "random"\ntrials = 4\nseed = {seed}\n{fields}'
-        search = searches.load_search(write_search(tmp_path, text))
+        search = searches.SEARCH.load(write_search(tmp_path, text))
         study = Study(tmp_path / f"{name}.sqlite", search, 2)
         values = []
         for number in range(4):
@@ -505,7 +505,7 @@ def test_a_search_costs_at_most_the_budget(
 
 def test_the_price_is_the_limit_of_the_searchs_own_ledger(private: Path, tmp_path: Path) -> None:
     """All rounds of all trials are paid, and no round is made again beyond them, as after crashes."""
-    search = searches.load_search(write_search(tmp_path, f'sampler = "random"\ntrials = 3\n{RANGE}'))
+    search = searches.SEARCH.load(write_search(tmp_path, f'sampler = "random"\ntrials = 3\n{RANGE}'))
     plan = load(private, ["simulation.ledger=", "simulation.dataset="])
     with SearchFolder.create(tmp_path / "out", plan, search) as folder:
         assert folder.plan.simulation.greatest_epsilon == float(at_most(composed(rounds=6)))
@@ -707,7 +707,7 @@ def test_a_trial_that_another_process_holds_is_waited_for_within_a_limit(
 
 def test_a_damaged_study_is_one_line(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SearchFolder.create(
-        tmp_path / "out", load(plan), searches.load_search(write_search(tmp_path, GRID))
+        tmp_path / "out", load(plan), searches.SEARCH.load(write_search(tmp_path, GRID))
     ).__exit__()
     (tmp_path / "out" / "study.sqlite").write_text("no database" * 100)
     line = refusal(capsys, "tune", "--again", str(tmp_path / "out"))
