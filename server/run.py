@@ -269,8 +269,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
             raise QuorumError(
                 f"rounds {first} to {number}",
                 "given up",
-                expected="sites that carry one history, survivors that reveal their shares, and totals that honest "
-                "sites can have",
+                expected="survivors that reveal their shares, totals that honest sites can have, and one history of "
+                "what sites carry",
                 fix="see above which sites did not, and repair them; the run continues with the next round",
             )
     return last, ""

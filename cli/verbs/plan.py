@@ -207,6 +207,7 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "dropouts that it tolerates", f"{secure.n - secure.quorum}"
     yield "dropouts and colluders assumed", f"{secure.dropouts} and {secure.colluders}"
     yield "sites that must finish", f"{secure.quorum}"
+    yield "honest updates in an opened sum, at least", f"{plan.honest()}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)
 

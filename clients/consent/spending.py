@@ -208,7 +208,7 @@ class Spending:
                 f"dataset of {config.name}",
                 expected="a name in the site's TOML, because its policy limits the epsilon of its data",
             )
-        if not config.ledger or Path(config.ledger).absolute().is_relative_to(config.folder.absolute()):
+        if not config.ledger or Path(config.ledger).resolve().is_relative_to(config.folder.resolve()):
             raise PlanError(
                 f"ledger of {config.name}",
                 config.ledger,
@@ -221,7 +221,7 @@ class Spending:
 
     @property
     def _dataset(self) -> str:
-        return self._config.dataset or self._config.data
+        return self._config.data_name
 
     @property
     def _ledger(self) -> Ledger:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import FASTEST, SLOWEST, SMALLEST_COHORT, MeshSection
@@ -74,6 +74,14 @@ class SiteConfig(Section):
     mesh: MeshSection = MeshSection()
     """Degrees by which several devices, of the kind that `device` names, divide the model."""
 
+    _data: str = PrivateAttr("")
+    """`data` as the file has it, where it was read from one."""
+
+    @property
+    def data_name(self) -> str:
+        """The name under which the ledger keeps what the data has spent."""
+        return self.dataset or self._data or self.data
+
     @property
     def folder(self) -> Path:
         """The state folder."""
@@ -99,9 +107,8 @@ def read_config(path: Path) -> SiteConfig:
     data = path.parent / config.data
     # A file of that name elsewhere is not meant, wherever the command was started.
     is_file = data.exists() or config.data.startswith((".", "/")) or Path(config.data).exists()
-    return config.model_copy(
+    read = config.model_copy(
         update={
-            "dataset": config.dataset or config.data,
             "data": str(data) if is_file else config.data,
             **{
                 name: str(path.parent / value)
@@ -112,3 +119,5 @@ def read_config(path: Path) -> SiteConfig:
             "roster": config.roster and os.path.realpath(path.parent / config.roster),
         }
     )
+    read._data = config.data
+    return read

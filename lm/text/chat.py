@@ -10,7 +10,8 @@ memory is free, which earlier chats have left behind. Here it sees its chat alon
 - an iterator is a list at once, and a function, method or class is a value without an address and attributes: on a
   class a template could leave a mark that later chats find.
 
-Memory and time are not bounded: a template may multiply a text, and the template's reader has to see that it does not.
+Stack, memory and time are not bounded: a template may multiply a text, and its reader has to see that it does not. How
+much stack and memory there is differs between sites (`Unusable`).
 
 Otherwise the text is that of `PreTrainedTokenizerBase.apply_chat_template`, with which tests compare it.
 """

@@ -209,8 +209,8 @@ def prepare(
         DataError: no record can be used, or part of one single prompt or chat would have to be held out, where that is
             an error; or as `check_tokenizer`.
     """
-    unusable = unusable or Unusable()
     refuse = units is None if refuse is None else refuse
+    unusable = unusable or Unusable(open_=refuse)
     examples = to_examples(records, tokenizer, data, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
@@ -259,7 +259,8 @@ class Preparation:
             DataError: the source as a whole cannot be read; without a privacy unit also as `prepare`.
             StorageError: the disk is full.
         """
-        unusable, open_ = Unusable(), self.plan.privacy.unit == "none"
+        open_ = self.plan.privacy.unit == "none"
+        unusable = Unusable(open_=open_)
         records = read_each(self.source, unusable, split=self.split, documents=open_)
         return prepare(
             records,

@@ -48,9 +48,14 @@ class Unusable:
 
     One such record costs a site nothing else, and under a privacy unit an error would tell, without a charge, that the
     record is there.
+
+    Args:
+        open_: Whether an error may tell of a record. Then one on which a chat template runs out of stack or memory is
+            an error: a site that has less of them than others would train on other records than they.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, open_: bool = False) -> None:
+        self._open = open_
         self.left_out: Counter[str] = Counter()
         """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
         self.place = ""
@@ -80,6 +85,8 @@ class Unusable:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of a template anything; a panic in a tokenizer is no `Exception`
+            if self._open and isinstance(error.__cause__, RecursionError | MemoryError):
+                raise
             self.leave_out(reason)
             self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None

@@ -124,7 +124,7 @@ class DatasetLedger:
             spent = self._cost(history.events(self.dataset)).epsilon
             raise BudgetError(
                 f"epsilon of the dataset {self.dataset!r} in {self.path}",
-                round(spent, 4),
+                spent,
                 expected=f"room for one more round within simulation.greatest_epsilon = {self.limit:g}, over all runs",
                 fix="no run was begun and nothing was charged; only the party responsible for the data can raise the "
                 "limit",

@@ -75,11 +75,15 @@ class SecureSum(_Strict):
     threshold: Count
     """t: neighbours whose shares open a site's mask."""
     dropouts: Count
-    """Sites that may drop out without ending an attempt."""
+    """Sites that may drop out without ending an attempt: the others are the quorum."""
     colluders: Count
     """Sites that may collude with the coordinator without learning more than the sum of the others."""
     ring_bits: Count
     """Updates are summed modulo 2^ring_bits."""
+    honest: Count
+    """The fewest updates of honest sites in a sum that is opened, whichever sites drop out."""
+    parts: bool = False
+    """Whether a coordinator that chooses the dropouts may open sums of several parts of a cohort."""
     groups: Count = 1
     """Groups of a round, each with a sum of its own; the other figures are those of the smallest."""
 

@@ -502,8 +502,18 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    ring_bits, groups, found = plan.aggregation.ring_bits, plan.aggregation.groups, plan.threshold()
-    return SecureSum(found.n, found.k, found.threshold, found.dropouts, found.colluders, ring_bits, groups)
+    found = plan.threshold()
+    return SecureSum(
+        sites=found.n,
+        neighbours=found.k,
+        threshold=found.threshold,
+        dropouts=found.n - plan.quorum(found.n),
+        colluders=found.colluders,
+        ring_bits=plan.aggregation.ring_bits,
+        honest=plan.honest(),
+        parts=found.splits,
+        groups=plan.aggregation.groups,
+    )
 
 
 def _dimension(files: RunFiles) -> int:

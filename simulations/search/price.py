@@ -136,7 +136,7 @@ def check_price(plan: Plan, price: Price) -> None:
         raise BudgetError(
             f"privacy.{name}",
             budget,
-            expected=f"at least the {price.epsilon:.4g} that all trials of the search cost together",
+            expected=f"at least the {at_most(price.epsilon)} that all trials of the search cost together",
             fix="set privacy.noise_multiplier, and privacy.budget to what the search may cost"
             if name == "target_epsilon"
             else "raise it, set fewer trials, or add noise",
@@ -145,7 +145,7 @@ def check_price(plan: Plan, price: Price) -> None:
         raise BudgetError(
             "simulation.greatest_epsilon",
             simulation.greatest_epsilon,
-            expected=f"at least {price.total:.4g}: what {simulation.ledger} holds, and all trials of the search",
+            expected=f"at least {at_most(price.total)}: what {simulation.ledger} holds, and all trials of the search",
             fix="set fewer trials, or add noise; only the party responsible for the data can raise the limit",
         )
 

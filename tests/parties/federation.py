@@ -266,7 +266,7 @@ class Federation:
             config: Fields of its `SiteConfig`.
         """
         home = self.sites_folder / self.names[index]
-        config = {"ledger": str(home / "ledger.sqlite"), **config}
+        config = {"ledger": str(home / "ledger.sqlite"), "dataset": "data.jsonl", **config}
         if not pinned:
             config["plan"] = ""
         if policy:

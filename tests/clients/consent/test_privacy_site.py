@@ -868,11 +868,22 @@ def test_a_site_without_an_update_sends_zeros_in_the_count_too(
 
 def test_a_limit_over_runs_needs_a_ledger_that_outlives_them(federate: Federate) -> None:
     federation = federate(RECORD)
-    inside = str(federation.site().config.folder / "ledger.sqlite")
-    for ledger in ("", inside):
+    folder = federation.site().config.folder
+    (folder.parent / "link").symlink_to(folder)
+    inside = [folder, folder.parent / "other" / ".." / folder.name, folder.parent / "link"]
+    for ledger in ("", *(str(each / "ledger.sqlite") for each in inside)):
         with raises(PlanError, "ledger of site-000"):
             federation.joined(policy=greatest(federation, 3), ledger=ledger)
     federation.joined(policy=greatest(federation, 3))
+
+
+def test_a_limit_over_runs_needs_a_name_of_the_data(federate: Federate) -> None:
+    """Data without one is called as its file, and a file that is moved would have spent nothing."""
+    federation = federate(RECORD)
+    with raises(PlanError, "dataset of site-000"):
+        federation.joined(policy=greatest(federation, 3), dataset="")
+    federation.joined(dataset="").contribute(federation.request())
+    assert {entry.charge.dataset for entry in federation.entries()} == {"data.jsonl"}
 
 
 def test_the_name_of_the_data_does_not_depend_on_where_the_configuration_is_read_from(
@@ -881,7 +892,7 @@ def test_the_name_of_the_data_does_not_depend_on_where_the_configuration_is_read
     federation = federate(RECORD)
     monkeypatch.chdir(federation.sites_folder)
     names = {
-        read_config(path).dataset
+        read_config(path).data_name
         for path in (Path("site-000/site.toml"), federation.sites_folder / "site-000" / "site.toml")
     }
     assert names == {"data.jsonl"}

@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
 import jinja2
@@ -506,6 +507,27 @@ def test_a_template_has_a_date() -> None:
     )
     (example,) = examples([chat_of("x")], tokenizer, "messages")
     assert BYTES.decode(example.tokens.tolist()) == "\n01 Jan 2025 2025-01-01x"
+
+
+DEEP = "{% macro down(n) %}{% if n %}{{ down(n - 1) }}{% endif %}{% endmacro %}{{ down(messages[0].content|length) }}"
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError])
+def test_a_template_that_lacks_stack_or_memory_leaves_out_no_chat_of_a_site_alone(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other sites have more of both, and the coordinator chooses the template. Under a privacy unit an error would tell
+    that the chat is there."""
+    tokenizer = merged()
+    tokenizer.chat_template = DEEP
+    if error is MemoryError:
+        monkeypatch.setattr("cloister.lm.text.chat.render", Mock(side_effect=MemoryError))
+    rows, data = [chat_of("x" * 5000)], DataSection(format="messages")
+    with raises(DataError, "record 1"):
+        list(to_examples(rows, tokenizer, data, Unusable(open_=True)))
+    unusable = Unusable()
+    assert list(to_examples(rows, tokenizer, data, unusable)) == []
+    assert unusable.left_out == {"refused by the chat template": 1}
 
 
 class Panic(BaseException):

@@ -105,7 +105,7 @@ def realistic(*, site: str = SITES[0], **changes: Any) -> RunReport:
             "Choosing hyperparameters by looking at other runs over the same letters.",
             "What the base model learned before the run, from public text.",
         ),
-        secure=SecureSum(sites=8, neighbours=7, threshold=5, dropouts=1, colluders=1, ring_bits=32),
+        secure=SecureSum(sites=8, neighbours=7, threshold=5, dropouts=1, colluders=1, ring_bits=32, honest=6),
         ledger=Ledger(tuple(rows), head, verified=True),
         audit=AuditRow(canaries=1000, guesses=100, correct=75, confidence=0.95, epsilon=0.6729),
         units="discharge letters",
