@@ -502,17 +502,10 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    found = plan.threshold()
+    found, bits, groups = plan.threshold(), plan.aggregation.ring_bits, plan.aggregation.groups
+    n, dropouts, honest = found.n, found.n - plan.quorum(found.n), plan.honest()
     return SecureSum(
-        sites=found.n,
-        neighbours=found.k,
-        threshold=found.threshold,
-        dropouts=found.n - plan.quorum(found.n),
-        colluders=found.colluders,
-        ring_bits=plan.aggregation.ring_bits,
-        honest=plan.honest(),
-        parts=found.splits,
-        groups=plan.aggregation.groups,
+        n, found.k, found.threshold, dropouts, found.colluders, bits, honest, found.splits, groups
     )
 
 

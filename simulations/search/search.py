@@ -29,29 +29,16 @@ LARGEST_GRID = 1000
 """Most points of a grid, each of which is read as a plan before the first trial."""
 
 _SECTIONS = {
-    "run": ("rounds",),
-    "model.adapter": ("scheme", "rank", "alpha"),
-    "local": (
-        "steps",
-        "batch_size",
-        "accumulation",
-        "optimizer",
-        "learning_rate",
-        "momentum",
-        "weight_decay",
-        "warmup_steps",
-        "schedule",
-        "final_learning_rate",
-        "clip_norm",
-        "optimizer_state",
-        "proximal",
-    ),
-    "cohort": ("fraction", "buffer", "staleness"),
-    "privacy": ("clip",),
-    "public": ("steps", "batch_size", "learning_rate"),
-    "server": ("optimizer", "learning_rate", "momentum", "epsilon"),
+    "run": "rounds",
+    "model.adapter": "scheme rank alpha",
+    "local": "steps batch_size accumulation optimizer learning_rate momentum weight_decay warmup_steps schedule "
+    "final_learning_rate clip_norm optimizer_state proximal",
+    "cohort": "fraction buffer staleness",
+    "privacy": "clip",
+    "public": "steps batch_size learning_rate",
+    "server": "optimizer learning_rate momentum epsilon",
 }
-SEARCHED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names)
+SEARCHED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names.split())
 """The fields that may be searched, besides those of `model.config`."""
 
 
@@ -264,7 +251,7 @@ def _check_field(plan: Plan, field: str) -> None:
     if field in SEARCHED or (field.startswith("model.config.") and field.count(".") == 2):
         return
     section = field.rpartition(".")[0]
-    known = ", ".join(f"{section}.{name}" for name in _SECTIONS.get(section, ()))
+    known = ", ".join(f"{section}.{name}" for name in _SECTIONS.get(section, "").split())
     raise SearchError(
         "parameter.field",
         field,
