@@ -867,7 +867,7 @@ class Plan(Section):
         if n is None:
             return min(map(self.quorum, self.summed()))
         needed = self.cohort.needed(n)
-        return max(needed, self.threshold(n).quorum) if self.aggregation.secure else needed
+        return max(needed, self.threshold(n).quorum, SMALLEST_COHORT) if self.aggregation.secure else needed
 
     def evaluates(self, number: int) -> bool:
         """Whether the model after a round is due for evaluation; 0 is the initial model."""
@@ -881,6 +881,11 @@ class Plan(Section):
             ParameterError: as `threshold`.
         """
         return min(map(self._honest, self.summed()))
+
+    @property
+    def splits(self) -> bool:
+        """Whether a coordinator that chooses the dropouts may open sums of several parts of a cohort, or of a group."""
+        return any(self.threshold(n).splits for n in self.summed())
 
     def _honest(self, n: int) -> int:
         found = self.threshold(n)

@@ -505,7 +505,7 @@ def _secure(plan: Plan) -> SecureSum | None:
     found, bits, groups = plan.threshold(), plan.aggregation.ring_bits, plan.aggregation.groups
     n, dropouts, honest = found.n, found.n - plan.quorum(found.n), plan.honest()
     return SecureSum(
-        n, found.k, found.threshold, dropouts, found.colluders, bits, honest, found.splits, groups
+        n, found.k, found.threshold, dropouts, found.colluders, bits, honest, plan.splits, groups
     )
 
 
