@@ -57,7 +57,7 @@ class SiteRow(_Strict):
     name: str
     """The site's name."""
     rounds: Count
-    """Rounds in which it took part."""
+    """Rounds in whose sum its update is."""
     epsilon: NonNegative | None
     """Epsilon of this run for the units of this site; None without a guarantee."""
     notes: str = ""
@@ -346,11 +346,30 @@ def _over_runs(report: RunReport) -> str:
     if dataset.problem:
         return f"for this run alone (what all runs on {dataset.name!r} cost together is not known)"
     runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
-    if dataset.epsilon is None or dataset.epsilon > LARGEST_EPSILON:
-        many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
-        return f"for this run (over the {runs} on {dataset.name!r} it is {many}, no protection to speak of)"
-    together = f"{at_most(dataset.epsilon)} at delta {scientific(dataset.delta)}"
+    many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
+    weak = "" if protects_together(report) else ", no protection to speak of"
+    together = f"{many} at delta {scientific(dataset.delta)}{weak}"
     return f"for this run (over the {runs} on {dataset.name!r} together it is {together})"
+
+
+def protects_together(report: RunReport) -> bool:
+    """Whether what all runs on the data cost together is a guarantee that would be claimed of one run."""
+    found = report.dataset
+    return (
+        found is not None
+        and found.epsilon is not None
+        and found.epsilon <= LARGEST_EPSILON
+        and not _published(report, found.delta)
+    )
+
+
+def _published(report: RunReport, delta: float) -> str:
+    """What a run may publish and meet a delta, where that is too much; else empty."""
+    if delta >= UNCLAIMED_DELTA:
+        return "each unit with probability 1/100"
+    if report.unit == "site" and report.members and delta >= 1 / report.members:
+        return f"one of its {report.members:,} sites, drawn at random,"
+    return ""
 
 
 def _objection(report: RunReport) -> str:
@@ -411,12 +430,7 @@ def _contradiction(report: RunReport, epsilon: float) -> str:
 def _weakness(report: RunReport, epsilon: float) -> str:
     """Why a guarantee of `epsilon` would be true but without practical protection; empty if it protects."""
     assert report.delta is not None
-    sites, published = report.members, ""
-    if report.delta >= UNCLAIMED_DELTA:
-        published = "each unit with probability 1/100"
-    elif report.unit == "site" and sites and report.delta >= 1 / sites:
-        published = f"one of its {sites:,} sites, drawn at random,"
-    if published:
+    if published := _published(report, report.delta):
         delta = scientific(report.delta)
         return f"its delta is {delta}, and a run that publishes {published} would meet that delta as well"
     if epsilon > LARGEST_EPSILON:

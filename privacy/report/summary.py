@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.report.figures import at_least, at_most, scientific
-from cloister.privacy.report.report import LARGEST_EPSILON, DatasetRow, RunReport, meaning, verdict
+from cloister.privacy.report.report import DatasetRow, RunReport, meaning, protects_together, verdict
 
 
 @dataclass(frozen=True)
@@ -83,5 +83,5 @@ _PROSE = Prose(
     runs=_runs,
     scientific=scientific,
     several=several,
-    LARGEST_EPSILON=LARGEST_EPSILON,
+    protects_together=protects_together,
 )

@@ -476,9 +476,7 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
     for name in sorted(names):
         asked = history.asked.get(name, frozenset()).intersection(history.done)
         named = frozenset(number for number, sites in history.survivors.items() if name in sites)
-        summed = rounds = named.intersection(history.summed)
-        if account.charged is not None and plan.privacy.dpsgd:
-            rounds = account.charged.get(name, frozenset())
+        summed = named.intersection(history.summed)
         notes = [f"Refused {refusal}." for refusal in history.refusals.get(name, ())]
         if name in history.left_out:
             notes.append(f"Left out after it lied in the secure sum {history.left_out[name]}.")
@@ -491,7 +489,7 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
         rows.append(
             SiteRow(
                 name=name,
-                rounds=len(rounds),
+                rounds=len(summed),
                 epsilon=account.sites.get(name, 0.0 if account.charged is not None else None),
                 notes=" ".join(notes),
             )

@@ -274,8 +274,12 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
     assert together in said()
     alone = said(runs=1, epsilon=1.6795, delta=1e-6)
     assert "(over the 1 run on 'letters' together it is 1.68 at delta 1 × 10⁻⁶)" in alone
-    assert "(over the 3 runs on 'letters' it is 10.01, no protection to speak of)" in said(epsilon=10.001)
-    assert "it is without bound, no protection to speak of" in said(epsilon=None)
+    at = "at delta 2 × 10⁻⁶, no protection to speak of)"
+    assert f"(over the 3 runs on 'letters' together it is 10.01 {at}" in said(epsilon=10.001)
+    assert f"it is without bound {at}" in said(epsilon=None)
+    weak = "it is 2.16 at delta 1 × 10⁻², no protection to speak of)"  # one run alone would claim nothing either
+    assert weak in said(delta=0.01)
+    assert "no protection" not in said(delta=0.0099)
     lost = said(epsilon=None, problem="it is missing")
     assert "for this run alone (what all runs on 'letters' cost together is not known)" in lost
     with raises(CloisterError, "dataset.epsilon", says="1.6795"):
