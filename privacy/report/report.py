@@ -355,12 +355,9 @@ def _over_runs(report: RunReport) -> str:
 def protects_together(report: RunReport) -> bool:
     """Whether what all runs on the data cost together is a guarantee that would be claimed of one run."""
     found = report.dataset
-    return (
-        found is not None
-        and found.epsilon is not None
-        and found.epsilon <= LARGEST_EPSILON
-        and not _published(report, found.delta)
-    )
+    if found is None or found.epsilon is None:
+        return False
+    return found.epsilon <= LARGEST_EPSILON and not _published(report, found.delta)
 
 
 def _published(report: RunReport, delta: float) -> str:
