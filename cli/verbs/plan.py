@@ -204,7 +204,7 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     """What the secure sum tolerates and costs."""
     of_group = " of a group" if plan.aggregation.groups > 1 else ""
     yield f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
-    yield "dropouts that it tolerates", f"{secure.n - secure.quorum}"
+    yield "dropouts that it tolerates", f"{plan.spare()}"
     yield "dropouts and colluders assumed", f"{secure.dropouts} and {secure.colluders}"
     yield "sites that must finish", f"{secure.quorum}"
     yield "honest updates in an opened sum, at least", f"{plan.honest()}"

@@ -117,7 +117,7 @@ class Spending:
         history = self.history()
         paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
         coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
-        return composed([*history.events(self._dataset), *coming], delta or terms.delta)
+        return composed([*history.events(self._config.data_name), *coming], delta or terms.delta)
 
     def history(self) -> History:
         """What the site's ledger holds.
@@ -138,18 +138,18 @@ class Spending:
         Raises:
             LedgerError: it is lost, older, such as a restored backup, or another one.
         """
-        head = self._heads().get(self._dataset)
+        head = self._heads().get(self._config.data_name)
         if head is not None and all(entry.hash.hex() != head for entry in entries):
             raise LedgerError(
                 str(self._path),
                 f"{len(entries)} charges",
-                expected=f"the charge with the hash {head}, the last that this site has made on {self._dataset!r}",
+                expected=f"the charge with the hash {head}, the last of this site on {self._config.data_name!r}",
                 fix=f"restore its newest copy; if it is lost, so is what was spent: remove {self._head_file} to go on",
             )
 
     def _noted(self, entry: Entry) -> Entry:
         """Note a charge as the last one on its data; after a power cut an older one may be noted, and less found."""
-        heads = self._heads() | {self._dataset: entry.hash.hex()}
+        heads = self._heads() | {self._config.data_name: entry.hash.hex()}
         write_bytes(self._head_file, json.dumps(heads).encode(), durable=False)
         return entry
 
@@ -220,10 +220,6 @@ class Spending:
         return Path(self._config.ledger) if self._config.ledger else self._config.folder / "ledger.sqlite"
 
     @property
-    def _dataset(self) -> str:
-        return self._config.data_name
-
-    @property
     def _ledger(self) -> Ledger:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger(self._path, self._config.name, composed)
@@ -232,7 +228,7 @@ class Spending:
         unit = unit_in_words(plan.data, plan.privacy) if plan.privacy.dpsgd else "all data of the site"
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",
-            dataset=self._dataset,
+            dataset=self._config.data_name,
             run=run,
             round=round_number,
             attempt=0,

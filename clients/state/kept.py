@@ -316,11 +316,7 @@ def checked_base(request: Join, plan: Plan) -> Vector | None:
     if not request.base_hash:
         return None
     if not plan.public.source or plan.model.adapter.scheme == "full":
-        raise UpdateError(
-            "base model",
-            request.base_hash.hex(),
-            expected="none: the plan names it; only public training, below an adapter, makes another",
-        )
+        raise UpdateError("base model", request.base_hash.hex(), expected="none: the plan names the model")
     check_sent("base model", request.base, request.base_hash)
     return request.base
 

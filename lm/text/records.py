@@ -105,9 +105,7 @@ class Unusable:
         together = Unusable().tried(reason, act, items)
         if together is not None:
             return [*together]
-        alone = []
-        for item, self.place in zip(items, places, strict=True):
-            alone.append(self.tried(reason, act, [item]))
+        alone = [self.tried(reason, act, [item]) for item, self.place in zip(items, places, strict=True)]
         return [None if each is None else each[0] for each in alone]
 
 

@@ -11,7 +11,14 @@ from cloister.privacy.accounting.accountant import Spent
 from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.accounting.terms import Terms, participation
 from cloister.privacy.mechanism.correlated import Blt, loss
-from cloister.protocol.plan.plan import NO_EVALUATION, SIMULATED_PUBLIC, DataSection, Plan, PrivacySection
+from cloister.protocol.plan.plan import (
+    NO_EVALUATION,
+    SIMULATED_PUBLIC,
+    DataSection,
+    ModelSection,
+    Plan,
+    PrivacySection,
+)
 
 
 def thing(plan: Plan) -> str:
@@ -76,6 +83,8 @@ def charged_unit(plan: Plan) -> str:
         return f"one owner, named by the field {plan.data.owner!r}"
     if plan.privacy.record == "window":
         tokenizer, field = plan.model.tokenizer_name, plan.data.text_field
+        if plan.model.revision != ModelSection().revision:  # another one may have another tokenizer
+            tokenizer += f" at {plan.model.revision}"
         return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}"
     return f"one {thing(plan)}"
 

@@ -458,7 +458,8 @@ def skellam_for(
     scale = 2.0 ** math.floor(math.log2(largest))
     while contributors + scale * per_step >= room or (z * bound * scale) ** 2 > LARGEST_VARIANCE * honest:
         scale /= 2  # the logarithm was rounded up
-    variance = (z * bound * scale) ** 2 / honest
+    whole = (
+        z * bound * scale
+    ) ** 2  # the same number whatever the sites: equal noise is one mechanism in a ledger
     l2 = rounded_l2(scale * bound, dimension)
-    event = Skellam(variance * honest, l2, rounded_l1(l2, dimension), 1)
-    return SkellamScale(scale, variance, event)
+    return SkellamScale(scale, whole / honest, Skellam(whole, l2, rounded_l1(l2, dimension), 1))

@@ -867,7 +867,7 @@ class Plan(Section):
         if n is None:
             return min(map(self.quorum, self.summed()))
         needed = self.cohort.needed(n)
-        return max(needed, self.threshold(n).quorum, SMALLEST_COHORT) if self.aggregation.secure else needed
+        return max(needed, self.threshold(n).quorum) if self.aggregation.secure else needed
 
     def evaluates(self, number: int) -> bool:
         """Whether the model after a round is due for evaluation; 0 is the initial model."""
@@ -881,6 +881,10 @@ class Plan(Section):
             ParameterError: as `threshold`.
         """
         return min(map(self._honest, self.summed()))
+
+    def spare(self) -> int:
+        """The most sites that may drop out of any sum of updates under masks: no site goes on with fewer than three."""
+        return min(n - max(self.quorum(n), SMALLEST_COHORT) for n in self.summed())
 
     @property
     def splits(self) -> bool:

@@ -126,19 +126,9 @@ def recorded(text: str | bytes) -> Plan:
 
 def refusals(plan: Plan) -> Iterator[Refusal]:
     """Why a plan is not sound; nothing if it is."""
-    for check in (
-        _of_effect,
-        _of_sum,
-        _of_groups,
-        _of_compression,
-        _of_buffer,
-        _of_records,
-        _of_guarantee,
-        _of_training,
-        _of_balance,
-        _of_simulation,
-        _of_poison,
-    ):
+    vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_buffer
+    training = _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
+    for check in (*vector, *training):
         yield from check(plan)
 
 

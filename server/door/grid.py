@@ -283,15 +283,11 @@ def _reply(message: Message, answer: pb.Answer) -> Message:
     if answer.failure:
         return Message(Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, answer.failure), reply_to=message)
     frames = [memoryview(answer.frame)] if answer.frame else []
-    frames += [_mapped(path) for path in answer.paths]
+    frames += [np.memmap(path, np.uint8, "r").data if path else memoryview(b"") for path in answer.paths]
     record = ArrayRecord()
     for number, frame in enumerate(frames):
         record[f"{number:04d}"] = array_of(frame)
     return Message(RecordDict({"frames": record}), reply_to=message)
-
-
-def _mapped(path: str) -> memoryview:
-    return np.memmap(path, np.uint8, "r").data if path else memoryview(b"")
 
 
 def most_bytes_of(plan: Plan, parameters: int) -> int:

@@ -107,7 +107,7 @@ def secure_cost(plan: Plan) -> SecureCost | None:
         t=found.threshold,
         dropouts=found.dropouts,
         colluders=found.colluders,
-        quorum=plan.quorum(),
+        quorum=max(map(plan.quorum, plan.summed())),
         overhead_bytes_up=sent,
         overhead_bytes_down=received,
     )

@@ -45,8 +45,10 @@ class RunHistory:
 
     @property
     def summed(self) -> list[int]:
-        """The rounds whose sum was opened, in order."""
-        return sorted(number for number, facts in self.done.items() if facts.get("sites"))
+        """The rounds that are done of which a sum was opened, in order, also where none of them made a mean."""
+        return sorted(
+            number for number, facts in self.done.items() if facts.get("opened") or facts.get("sites")
+        )
 
 
 def run_history(files: RunFiles) -> RunHistory:
@@ -102,8 +104,8 @@ def run_history(files: RunFiles) -> RunHistory:
 
 
 def _summed(groups: Mapping[int, frozenset[str]], done: Mapping[str, Any] | None) -> frozenset[str]:
-    """The survivors of a round, of those of its groups, without groups that the median is without."""
-    kept = (done or {}).get("groups") or groups
+    """The survivors of a round, of those of its groups whose sum was opened; of all before the round is done."""
+    kept = groups if done is None else done.get("opened", groups)
     return frozenset(site for group, sites in groups.items() if group in kept for site in sites)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,6 +143,8 @@ class RoundAbandoned(Event):
     """As in `NotEvaluated`."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """As in `RoundDone`."""
+    opened: Sequence[int] = ()
+    """As in `RoundDone`."""
     apart: bool = False
     """Whether that is because sites carry another history: no shares were asked for, and the next round uses nothing
     that is carried."""
@@ -207,6 +209,8 @@ class RoundDone(Event):
     refused: str = ""
     """Why a feature refused the mean, so that the model is that of the round before; empty: none did. The sum was
     released and is charged."""
+    opened: Sequence[int] = ()
+    """The groups, from 1, whose sum was opened, also where it makes no mean; without groups there is one."""
     label: str = "token"
     """What a plan learns from: each `token`, or each `text` that is classified."""
     behind: bool | None = None

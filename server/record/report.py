@@ -404,8 +404,8 @@ def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: s
     """The first round that was released without its charges, in words; empty if there is none."""
     for number in history.summed:
         paid = {site for site, rounds in charged.items() if number in rounds}
-        summed, sites = history.survivors.get(number, frozenset()), history.done[number]["sites"]
-        if len(summed) != sites:
+        summed, sites = history.survivors.get(number, frozenset()), history.done[number].get("sites")
+        if sites is not None and len(summed) < sites:
             return f"the journal names {len(summed)} of the {sites} sites in the sum of round {number}"
         if missing := sorted(summed - paid):
             return f"{holds} no charge for {missing[0]}, whose update is in the sum of round {number}"
@@ -501,7 +501,7 @@ def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
     found, bits, groups = plan.threshold(), plan.aggregation.ring_bits, plan.aggregation.groups
-    n, dropouts, honest = found.n, found.n - plan.quorum(found.n), plan.honest()
+    n, dropouts, honest = found.n, plan.spare(), plan.honest()
     return SecureSum(
         n, found.k, found.threshold, dropouts, found.colluders, bits, honest, plan.splits, groups
     )

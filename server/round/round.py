@@ -153,6 +153,7 @@ def _done(
         phase_seconds=party.phases.lap(),
         refused=refused,
         label=party.plan.data.label,
+        opened=_opened(made),
         behind=lost > 0 or any(total.behind for total in totals) if party.plan.carries else None,
         figures=figures | features.figures(seen),
     )
@@ -168,8 +169,14 @@ def _abandoned(context: RoundContext, number: int, made: Sequence[Total | Failed
         party.spending.epsilon() if party.spending else None,
         next((it.spoiled for it in made if isinstance(it, Failed) and it.spoiled), ""),
         party.phases.lap(),
+        _opened(made),
         all(it.apart for it in made if isinstance(it, Failed)),
     )
+
+
+def _opened(made: Sequence[Total | Failed]) -> list[int]:
+    """The groups, from 1, whose sum was opened: a spoiled one too, whose total no honest sites can have."""
+    return [group for group, it in enumerate(made, 1) if isinstance(it, Total) or it.spoiled]
 
 
 def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], failed: Failed) -> Refusing:

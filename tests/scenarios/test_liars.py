@@ -21,6 +21,7 @@ from cloister.protocol.identity.roster import load_identity
 from cloister.protocol.messages.messages import Contribution, Join, Reply, Request, Shares
 from cloister.server import run as run_module
 from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import run_history
 from cloister.server.record.progress import RoundAbandoned, RoundDone, RoundStarted, SiteFailed
 from cloister.server.round import round as round_module
 from cloister.server.run import run
@@ -386,10 +387,15 @@ def test_rounds_that_a_liar_spoils_count_however_many_good_ones_are_between(tmp_
 
     federation.channel.before = before
     events: list[object] = []
-    with RunFolder.create(tmp_path / "run", federation.plan) as folder, pytest.raises(SpoiledError):
-        run(folder, federation.channel, events.append, roster=federation.roster)
+    with RunFolder.create(tmp_path / "run", federation.plan) as folder:
+        with pytest.raises(SpoiledError):
+            run(folder, federation.channel, events.append, roster=federation.roster)
+        history = run_history(folder)
     assert [event.round for event in events if isinstance(event, RoundDone)] == [1, 3]
     assert [event.round for event in events if isinstance(event, RoundAbandoned)] == [2, 4]
+    # The coordinator has seen all four sums, so reports, ledgers and their checks count each of them.
+    assert history.summed == [1, 2, 3, 4]
+    assert all(history.survivors[number] == set(federation.names) for number in history.summed)
 
 
 @pytest.mark.slow

@@ -754,7 +754,7 @@ def test_a_model_that_the_plan_names_is_not_replaced_by_a_base(
     federation = federate([*RECORD, *settings])
     full = load_model(changed(federation.plan, "model", adapter=AdapterSection()))
     base = full.layout.flatten(full.module)
-    with raises(UpdateError, "base model", says="the plan names it"):
+    with raises(UpdateError, "base model", says="the plan names the model"):
         federation.site().join(federation.join_request(base=base))
     assert not (federation.site().config.folder / "runs").exists()
 

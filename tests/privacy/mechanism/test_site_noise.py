@@ -650,6 +650,12 @@ def test_the_scale_is_the_largest_that_the_ring_and_the_sampler_take(
     assert event.l1 == pytest.approx(min(math.sqrt(dimension) * event.l2, event.l2**2), rel=1e-12)
 
 
+def test_equal_noise_is_one_mechanism_whatever_the_number_of_sites() -> None:
+    """Else a ledger composes runs of cohorts that differ as other mechanisms, at twice delta."""
+    found = [skellam_for(7.3, 1.0, 1_000, 120, honest, 32) for honest in range(50, 120)]
+    assert len({each.event for each in found}) == len({each.scale for each in found})
+
+
 def test_more_noise_than_counted_for_is_not_claimed() -> None:
     """Each site's part does not shrink with those who may not add theirs: fewer honest survivors, more noise each."""
     parts = [skellam_for(2.0, 1.0, 1_000, 10, honest, 32) for honest in (8, 4, 1)]

@@ -277,7 +277,9 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
     at = "at delta 2 × 10⁻⁶, no protection to speak of)"
     assert f"(over the 3 runs on 'letters' together it is 10.01 {at}" in said(epsilon=10.001)
     assert f"it is without bound {at}" in said(epsilon=None)
-    weak = "it is 2.16 at delta 1 × 10⁻², no protection to speak of)"  # one run alone would claim nothing either
+    weak = (
+        "it is 2.16 at delta 1 × 10⁻², no protection to speak of)"  # one run alone would claim nothing either
+    )
     assert weak in said(delta=0.01)
     assert "no protection" not in said(delta=0.0099)
     lost = said(epsilon=None, problem="it is missing")
