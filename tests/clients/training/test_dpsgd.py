@@ -226,7 +226,10 @@ def test_a_round_is_a_loop_over_units(overrides: tuple[str, ...], noise: NoiseSt
     assert np.linalg.norm(run.start + update.vector - expected) < 1e-3 * moved
 
 
-@pytest.mark.parametrize("kind", dpsgd.RIGHT_BY_OPACUS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "llama" else pytest.mark.slow) for kind in dpsgd.RIGHT_BY_OPACUS],
+)
 @pytest.mark.parametrize(
     "overrides",
     [(), FFA, ("model.adapter.scheme=lora", "model.adapter.rank=2")],

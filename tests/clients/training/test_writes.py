@@ -82,7 +82,7 @@ def trained(plan: Plan, model: LanguageModel) -> np.ndarray[Any, Any]:
     return trainer.train(start, some(3), round=1, noise=noise, noise_multiplier=1.0).vector
 
 
-@pytest.mark.parametrize("scheme", [(), FFA], ids=["full", "ffa-lora"])
+@pytest.mark.parametrize("scheme", [(), pytest.param(FFA, marks=pytest.mark.slow)], ids=["full", "ffa-lora"])
 def test_what_a_pass_writes_reaches_no_update(scheme: tuple[str, ...]) -> None:
     """Gemma 3n clamps weights to 120: a coordinator that sends 1000 would learn from them that a unit was drawn."""
     plan = plan_of("gemma3n_text", GEMMA_3N, *scheme)
@@ -272,7 +272,7 @@ def test_an_evaluation_does_not_depend_on_earlier_ones(
     assert np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", ["none", "site", pytest.param("record", marks=pytest.mark.slow)])
 def test_a_model_whose_weights_an_evaluation_changes_is_refused(unit: str) -> None:
     """RWKV rescales them in the first evaluation after training, and back in the first training after it."""
     short = "data.sequence_length=2"  # it goes through tokens one by one

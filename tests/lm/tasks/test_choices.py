@@ -272,6 +272,7 @@ def test_a_private_adapter_is_evaluated_on_public_records_alone(private: Made) -
     assert private.answer["epsilon"] > 0
 
 
+@pytest.mark.slow
 def test_the_model_card_has_the_figures(
     private: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

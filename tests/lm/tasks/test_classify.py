@@ -739,6 +739,7 @@ def test_a_private_run_is_evaluated_on_public_records_alone(private: Made) -> No
     assert private.answer["texts"] is None
 
 
+@pytest.mark.slow
 def test_a_private_adapter_and_its_head_load_with_peft_and_merged_without_it(
     private: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

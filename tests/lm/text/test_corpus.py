@@ -21,6 +21,7 @@ def test_python_docs() -> None:
     assert sum(len(text) for text in text.values()) > 300_000
 
 
+@pytest.mark.slow
 def test_python_stdlib() -> None:
     corpus = corpus_records("builtin:python-stdlib")
     assert corpus.field == "package"
@@ -66,6 +67,7 @@ def test_an_unknown_builtin_is_refused(name: str, nearest: str) -> None:
         corpus_records(name, field="public.source")
 
 
+@pytest.mark.slow
 def test_python_passages_are_as_many_of_each_kind() -> None:
     corpus = corpus_records("builtin:python-passages")
     assert corpus.field == "label"

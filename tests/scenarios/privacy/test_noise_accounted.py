@@ -303,11 +303,11 @@ SITE_MUTANTS = [
     *LESS_NOISE_OF_SITES,
     *COUNT,
     *CHARGES,
-    Mutant("privacy.mechanism.site_noise:skellam_for", "/ honest\n    l2", "/ honest / 4\n    l2"),
+    Mutant("privacy.mechanism.site_noise:skellam_for", "whole / honest,", "whole / honest / 4,"),
     Mutant(
         "privacy.mechanism.site_noise:skellam_for",
-        "Skellam(variance * honest,",
-        "Skellam(4 * variance * honest,",
+        "Skellam(whole,",
+        "Skellam(4 * whole,",
     ),
     Mutant("privacy.mechanism.noise:NoiseStream.fresh", "random(KEY)", "bytes(KEY)"),
 ]

@@ -459,6 +459,7 @@ def test_a_simulation_whose_sites_are_all_lost_carries_no_claim_and_is_not_resum
     assert not (copy / "sites").exists()
 
 
+@pytest.mark.slow
 def test_a_site_that_never_trained_needs_no_ledger(small_plan: Path, tmp_path: Path) -> None:
     clear = ("aggregation.secure=false", "run.rounds=1", "faults.update=0.3", "run.seed=2")
     folder = run(small_plan, tmp_path / "run", *RECORD, *clear)

@@ -127,7 +127,9 @@ def check_means(path: Path, *settings: str) -> None:
     assert some_stay == party.plan.scheduled
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if " " in kind else []) for kind in KINDS]
+)
 def test_a_mean_is_over_the_updates_that_have_a_coordinate_by_the_bounds_of_their_round(
     kind: str, tmp_path: Path
 ) -> None:

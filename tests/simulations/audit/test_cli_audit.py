@@ -221,14 +221,25 @@ def test_sequences_of_a_unit_that_are_clipped_apart_raise_an_alarm(
 @pytest.mark.parametrize(
     "settings",
     [
-        (
-            "local.optimizer=muon",
-            "local.optimizer_state=keep",
-            "local.warmup_steps=39",
-            "server.evaluation=simulation:public",
-            "server.evaluate_every=2",
+        pytest.param(
+            (
+                "local.optimizer=muon",
+                "local.optimizer_state=keep",
+                "local.warmup_steps=39",
+                "server.evaluation=simulation:public",
+                "server.evaluate_every=2",
+            ),
+            marks=pytest.mark.slow,
         ),
-        ("local.optimizer=sgd", "local.proximal=0.1", "model.adapter.scheme=rolora", "model.adapter.rank=4"),
+        pytest.param(
+            (
+                "local.optimizer=sgd",
+                "local.proximal=0.1",
+                "model.adapter.scheme=rolora",
+                "model.adapter.rank=4",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("aggregation.ring_bits=8", "aggregation.compression.first_scale=0.01"),
     ],
     ids=["kept state", "adapter", "compressed"],

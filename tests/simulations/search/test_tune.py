@@ -460,6 +460,7 @@ def test_an_owner_who_may_be_at_several_sites_pays_at_each(
     assert answer["epsilon"] == pytest.approx(composed(rounds=6, sites=sites), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_trials_of_other_mechanisms_never_cost_more_than_the_price(private: Path) -> None:
     """With a target the noise follows from the steps: what such trials cost holds at twice delta."""
     private.write_text(private.read_text().replace("noise_multiplier = 1.0", "target_epsilon = 2.0"))
@@ -521,6 +522,7 @@ def test_the_price_is_the_limit_of_the_searchs_own_ledger(private: Path, tmp_pat
         assert folder.plan.simulation.greatest_epsilon is None, "another ledger's limit is its owner's"
 
 
+@pytest.mark.slow
 def test_a_search_costs_at_most_what_the_ledger_has_left(
     private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
