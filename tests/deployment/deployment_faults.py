@@ -233,7 +233,9 @@ def test_the_disk_of_a_site_is_full(small_plan: Path, tmp_path: Path) -> None:
     """It is a dropout, of which the others are told at once, and takes part again after space is freed."""
     failed: list[SiteFailed] = []
     done: dict[int, int] = {}
-    deployed = Deployed(tmp_path / "run", small_plan, rounds=40)
+    deployed = Deployed(
+        tmp_path / "run", small_plan, rounds=300
+    )  # forty end before a heartbeat finds the disk full
     with Disk(deployed.files.sites.state("site-001"), 4) as disk, deployed.running():
         for event in deployed.follow():
             if started(event, 2):
@@ -245,7 +247,7 @@ def test_the_disk_of_a_site_is_full(small_plan: Path, tmp_path: Path) -> None:
                 failed.append(event)
             elif isinstance(event, RoundDone):
                 done[event.round] = event.sites
-    assert (done[1], done[2], done[40]) == (4, 3, 4)
+    assert (done[1], done[2], done[300]) == (4, 3, 4)
     assert {event.site for event in failed} == {"site-001"}
     assert all("StorageError" in event.reason for event in failed)
     assert not deployed.ended
