@@ -156,11 +156,14 @@ def run(
         with phases.during(Phase.CHECKPOINT):
             save_pretrained(model, weights, folder.final)
             digest = params_sha256(weights)
-        end = {"params_sha256": digest, "stopped": stopped, "phase_seconds": phases.lap()}
+        epsilon = (
+            party.spending.epsilon() if party.spending else None
+        )  # also of a round that was not finished
+        end = {"params_sha256": digest, "stopped": stopped, "epsilon": epsilon, "phase_seconds": phases.lap()}
         journal.record(last, 1, steps.FINISHED, end)
         folder.noise.unlink(missing_ok=True)
         party.kept.remove()
-        observe(Finished(last))
+        observe(Finished(last, epsilon))
     return outcome(folder)
 
 

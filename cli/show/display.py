@@ -95,7 +95,7 @@ def describe(event: progress.Event) -> str:
         case progress.NotEvaluated(number, attempts):
             return f"round {number}: not evaluated, after {attempts} attempts"
         case progress.Refusing(number, sites):
-            return f"round {number}: not started: {', '.join(sites)} refused, and too few sites are left; the run ends"
+            return f"round {number}: not finished: {', '.join(sites)} refused, and too few sites are left; the run ends"
         case progress.BudgetSpent(number, epsilon, budget, dataset):
             of, most = (f" of {dataset!r} over all runs", "limit") if dataset else ("", "budget")
             return (
@@ -118,7 +118,7 @@ def describe(event: progress.Event) -> str:
             return f"round {event.round}: {found}"
         case progress.Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
             return f"{done} of {of} {what}"
-        case progress.Finished(rounds):
+        case progress.Finished(rounds=rounds):
             return f"finished {rounds} rounds"
     return ""
 

@@ -132,6 +132,13 @@ def _epsilon(spent: Spent) -> dict[str, Any]:
     return {"epsilon": epsilon, "delta": spent.delta, "accountant": spent.accountant, "note": spent.note}
 
 
+def _rounds(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if last - first + 1 == len(numbers):
+        return str(first) if first == last else f"{first} to {last}"
+    return f"{len(numbers)} from {first} to {last}"
+
+
 def _print(history: History, datasets: list[dict[str, Any]]) -> None:
 
     console = PipedConsole()
@@ -143,11 +150,10 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
     for dataset in datasets:
         name = dataset["dataset"]
         for run in dataset["runs"]:
-            first, last = run["rounds"][0], run["rounds"][-1]
             cells = (
                 name,
                 run["run"],
-                str(first) if first == last else f"{first} to {last}",
+                _rounds(run["rounds"]),
                 f"{run['entries']:,}",
                 rounded_up(run["epsilon"]),
                 f"{run['delta']:g}",

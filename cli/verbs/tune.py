@@ -192,10 +192,12 @@ def _print(console: PipedConsole, folder: SearchFolder, found: Found) -> None:
         ledger = f"{runs} on {folder.plan.simulation.dataset!r} in {folder.plan.simulation.ledger}"
         console.say(f"epsilon   {at_most(spent.epsilon)} at delta {spent.delta:g} for the {ledger};")
         limit = folder.plan.simulation.greatest_epsilon
-        most = "the price above, if no trial trained a round again after a crash"
+        most = "for the trials alone it is the price above, if none trained a round again after a crash"
         if limit is not None:
-            most = f"at most {limit:g}, the limit of that ledger"
-        console.say(f"          if losses decided how many rounds there were, it is {most}")
+            most = (
+                f"it is at most {limit:g}, the limit of that ledger (twice this delta if mechanisms differ)"
+            )
+        console.say(f"          if losses decided how many rounds there were, {most}")
 
 
 def _say_how_to_continue(console: PipedConsole, folder: SearchFolder) -> None:

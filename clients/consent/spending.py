@@ -148,18 +148,28 @@ class Spending:
             )
 
     def _noted(self, entry: Entry) -> Entry:
-        """Note a charge as the last one on its data; after a power cut an older one may be noted, and less found."""
+        """Note a charge as the last one on its data, durably."""
         heads = self._heads() | {self._config.data_name: entry.hash.hex()}
-        write_bytes(self._head_file, json.dumps(heads).encode(), durable=False)
+        write_bytes(self._head_file, json.dumps(heads).encode())
         return entry
 
     def _heads(self) -> dict[str, str]:
         """The hash of the last charge by the name of the data, which a folder that is moved or linked does not change;
-        none where the file is missing or damaged."""
+        none where the file is missing.
+
+        Raises:
+            LedgerError: it is damaged.
+        """
         try:
             return dict(json.loads(self._head_file.read_bytes()))
-        except (OSError, ValueError, TypeError):
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError, TypeError) as error:
+            raise LedgerError(
+                str(self._head_file),
+                expected=f"the last charge of each dataset ({error})",
+                fix="compare the ledger with cloister logs of the site, and remove the file to go on",
+            ) from error
 
     @property
     def _head_file(self) -> Path:

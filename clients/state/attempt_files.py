@@ -362,6 +362,6 @@ def _unknown(path: Path, how: str) -> StorageError:
         how,
         expected="the file that the site made when it joined the run: without it the site does not know what it has "
         "answered, and could reveal its update",
-        fix="the site takes part in this run no more; do not restore an earlier copy; for another run: cloister site "
-        "accept",
+        fix="the site takes part in these sums of the run no more; do not restore an earlier copy; for another run: "
+        "cloister site accept",
     )

@@ -59,8 +59,8 @@ class Deployment:
 def check_newest(files: RunFiles) -> None:
     """Refuse the folder of a deployed run that is older than its coordinator's audit log, as a restored backup is.
 
-    Each attempt is in the journal and each charge in the ledger before the audit log has a release of it. Where the log
-    is not on this machine, or the run has not begun, nothing can be compared.
+    The sites of a sum are in the journal, and each charge in the ledger, before the audit log has a release of it.
+    Where the log is not on this machine, or the run has not begun, nothing can be compared.
 
     Raises:
         RunFolderError: the journal or the ledger lacks what the log has.
@@ -69,18 +69,20 @@ def check_newest(files: RunFiles) -> None:
         return
     with Journal(files.journal) as journal:
         created = journal.newest(steps.CREATED)
-        begun = [
-            (entry.round, entry.attempt) for entry in journal.entries() if f" {steps.BEGUN}" in entry.step
-        ]
+        opened = {
+            (entry.step.split()[0], entry.round, entry.attempt)
+            for entry in journal.entries()
+            if f" {steps.UNMASKING}" in entry.step or f" {steps.OPENING}" in entry.step
+        }
     federation = Deployment.read(files).federation
     if created is None or not federation:
         return
     facts = list(facts_of(Path(federation) / AUDIT_LOG, created.detail["run"]))
-    released = max(((fact.round, fact.attempt) for fact in facts if fact.what == "release"), default=(0, 0))
-    if released > max(begun, default=(0, 0)):
-        raise _older(
-            files, f"round {released[0]}, attempt {released[1]}, of which the audit log has a release"
-        )
+    for fact in facts:
+        purpose = fact.detail.partition(",")[0]
+        if fact.what == "release" and (purpose, fact.round, fact.attempt) not in opened:
+            of = f"round {fact.round}, attempt {fact.attempt} ({purpose})"
+            raise _older(files, f"{of}, of which the audit log has a release")
     entries = read_history(files.ledger).entries if files.ledger.exists() else ()
     kept = {entry.hash.hex() for entry in entries}
     for fact in facts:
@@ -121,6 +123,23 @@ def refusal_in(log: Path) -> str:
     return str(found["message"]) if ends else ""
 
 
+def check_not_simulated(plan: Plan) -> None:
+    """Check that a plan asks a deployment for no privacy that only a simulation can give: a ledger over runs is charged
+    by a simulation alone, and a report of declared noise would be false of sites that draw their noise.
+
+    Raises:
+        PlanError: it does.
+    """
+    for name, value in (("ledger", plan.simulation.ledger), ("noise_seed", plan.simulation.noise_seed)):
+        if value not in ("", None):
+            raise PlanError(
+                f"simulation.{name}",
+                value,
+                expected="no value in a deployment: only a simulation reads it, and each site has its own ledger",
+                fix="remove it, or run the plan with cloister simulate",
+            )
+
+
 def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None = None) -> None:
     """Check that a federation can run a plan.
 
@@ -134,6 +153,7 @@ def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None 
         PlanError: the plan needs what only a simulation has.
     """
     check_size(federation.roster, plan)
+    check_not_simulated(plan)
     if plan.server.evaluation == SIMULATED_PUBLIC and not (files and files.sites.public_records.exists()):
         raise PlanError(
             "server.evaluation",

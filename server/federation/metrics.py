@@ -90,6 +90,8 @@ class Metrics(Collector):
                 case progress.Moved():
                     self._values["sent_bytes"] = Counter(event.sent)
                     self._values["received_bytes"] = Counter(event.received)
+                case progress.Finished():
+                    self._set(epsilon=event.epsilon)
                 case progress.RoundDone() | progress.RoundAbandoned():
                     self._set(rounds_done=event.round, epsilon=event.epsilon)
                     self._values["phase_seconds"].update(event.phase_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ class RunHistory:
     """Sites that lied in a secure sum, each with when and what, in words."""
     plan: str
     """Digest of the plan with which it began; empty: it is not known."""
+    plan_file: str
+    """SHA-256 of that plan's file, as `hash_of_plan`; empty: it is not known."""
     simulated: bool
     """Whether the run's sites are in its folder, or were when it began: then their own ledgers are of this run."""
     finished: bool
@@ -97,6 +100,7 @@ def run_history(files: RunFiles) -> RunHistory:
         left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
         plan=created.get("plan", ""),
+        plan_file=created.get("plan_file", ""),
         simulated=created["simulated"],
         finished=end is not None,
         stopped="" if end is None else end.get("stopped", ""),
@@ -127,19 +131,32 @@ def identity(files: RunFiles, roster: Roster | None = None) -> str:
         roster: The sites' identities, whose hash is journaled with a new identity.
 
     Raises:
-        RunFolderError: the folder holds a run whose journal is missing.
+        RunFolderError: the folder holds a run whose journal is missing, or another plan than the run began with.
     """
     with Journal(files.journal) as journal:
         if journal.newest(steps.CREATED) is None:
             _check_nothing_lost(files)
             simulated, plan = files.sites.path.is_dir(), read_plan(files.path).digest()
             facts = {"run": secrets.token_hex(16), "simulated": simulated, "plan": plan}
+            facts |= {"plan_file": hash_of_plan(files)}
             if roster is not None:
                 facts["roster"] = roster.hash.hex()
             journal.record(0, 0, steps.CREATED, facts)
         created = journal.newest(steps.CREATED)
     assert created is not None
+    if created.detail.get("plan_file") not in (None, hash_of_plan(files)):
+        raise RunFolderError(
+            str(files.plan_file),
+            "another plan",
+            expected="the plan with which the run began",
+            fix="restore the file; for another plan begin a new run",
+        )
     return str(created.detail["run"])
+
+
+def hash_of_plan(files: RunFiles) -> str:
+    """SHA-256, in hex, of the plan's file: of the whole plan, also of what only a simulation reads."""
+    return hashlib.sha256(files.plan_file.read_bytes()).hexdigest()
 
 
 def next_start(files: RunFiles) -> int:

@@ -46,7 +46,8 @@ class Outcome:
     gate_refused: int = 0
     """Rounds whose mean the gate refused."""
     epsilon: float | None = None
-    """The largest epsilon of a site by the coordinator's ledger; None without a privacy unit."""
+    """The largest epsilon of a site by the coordinator's ledger, which counts a round that was not finished; None
+    without a privacy unit."""
     stopped: str = ""
     """Why the run ended before its last round: `budget`, `dataset` (the limit over all runs) or
     `refused`; empty if it did not."""
@@ -118,7 +119,7 @@ def outcome(files: RunFiles) -> Outcome:
         params_sha256=end.detail["params_sha256"],
         given_up=sum(not row.get("sites") for row in rows if row["round"]),
         gate_refused=sum(bool(row.get("refused")) for row in rows),
-        epsilon=next((row["epsilon"] for row in reversed(rows) if row.get("epsilon") is not None), None),
+        epsilon=end.detail.get("epsilon"),
         stopped=end.detail.get("stopped", ""),
         confusion=Confusion(tuple(map(tuple, final[CONFUSION]))) if final.get(CONFUSION) else None,
     )

@@ -230,6 +230,8 @@ class Finished(Event):
     """The last round is done and the final model is on disk."""
 
     rounds: int
+    epsilon: float | None = None
+    """Largest epsilon of a site, by the coordinator's ledger; None without a privacy unit."""
 
 
 Observer = Callable[[Event], None]

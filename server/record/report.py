@@ -63,7 +63,7 @@ from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, 
 from cloister.protocol.machine.prerequisites import releases
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
-from cloister.server.record.history import RunHistory, run_history
+from cloister.server.record.history import RunHistory, hash_of_plan, run_history
 
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
 COMPOSED = 16
@@ -215,7 +215,7 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
         return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
     entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
-    if history.plan not in ("", plan.digest()):
+    if history.plan not in ("", plan.digest()) or history.plan_file not in ("", hash_of_plan(files)):
         problem = f"{files.plan_file} is not the plan with which the run began"
     if problem:
         return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
@@ -556,5 +556,7 @@ def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:
             "dataset": "the next round would have exceeded the limit of its dataset over all runs",
             "refused": "too many sites refused to continue",
         }.get(history.stopped, "the run was ended")
-        return (f"Rounds {last + 1} to {of} of the plan, which were not run: {why}.",)
+        begun = any(last + 1 in rounds for rounds in history.asked.values())
+        tried = f" Sites were asked for round {last + 1}; what they spent for it is counted." if begun else ""
+        return (f"Rounds {last + 1} to {of} of the plan, which were not finished: {why}.{tried}",)
     return ()

@@ -20,7 +20,7 @@ from cloister.protocol.machine.child import Child
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan
 from cloister.server.federation.control import command
-from cloister.server.federation.deployment import Deployment, refusal_in
+from cloister.server.federation.deployment import Deployment, check_not_simulated, refusal_in
 from cloister.server.federation.registry import Registry, Terms
 from cloister.server.record.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.record.progress import Observer, Preparing
@@ -41,9 +41,10 @@ def prepare(folder: RunFolder, observe: Observer) -> None:
         observe: Receives the run's events.
 
     Raises:
-        CloisterError: the records cannot be read or divided.
+        CloisterError: the records cannot be read or divided, or the plan is for simulations only.
     """
     plan = folder.plan
+    check_not_simulated(plan)
     observe(Preparing("data and keys of the sites"))
     write_folder(folder.sites.path, partial(_fill, plan, folder.federation), durable=plan.simulation.durable)
     registry = Registry.open(folder.federation)

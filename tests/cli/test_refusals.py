@@ -154,6 +154,19 @@ def test_a_run_is_continued_as_it_began(
     assert f"--again is 'runs/mine': expected it without {named}: " in line
 
 
+@pytest.mark.parametrize(
+    "setting", ["simulation.noise_seed=3", "simulation.ledger=over.sqlite"], ids=["noise seed", "ledger"]
+)
+def test_a_rehearsal_refuses_what_only_a_simulation_charges_or_declares(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--set", "simulation.dataset=mine"] if "ledger" in setting else []
+    out = tmp_path / "run"
+    line = lone_refusal(capsys, "up", "private-code", "--set", setting, *more, "--out", str(out))
+    assert line.startswith(f"cloister: {setting.partition('=')[0]} is ")
+    assert not out.exists()
+
+
 def test_folders_that_the_system_refuses_are_one_line(
     small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

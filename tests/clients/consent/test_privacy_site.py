@@ -476,7 +476,11 @@ def test_a_ledger_that_is_lost_or_older_is_found(federate: Federate) -> None:
     ledger.unlink()
     with raises(LedgerError, ledger):
         site.join(federation.join_request())
-    (site.config.folder / "ledger-heads.json").unlink()
+    heads = site.config.folder / "ledger-heads.json"
+    heads.write_bytes(b"")
+    with raises(LedgerError, heads):
+        site.join(federation.join_request())
+    heads.unlink()
     site.join(federation.join_request())
 
 

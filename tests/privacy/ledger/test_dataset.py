@@ -29,7 +29,8 @@ from cloister.protocol.errors import BudgetError, LedgerError
 from cloister.protocol.messages.messages import Contribute, Request
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import load
-from cloister.server.record.folder import RunFolder, read_plan
+from cloister.server.record.folder import RunFiles, RunFolder, read_plan
+from cloister.server.record.history import hash_of_plan
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.progress import BudgetSpent, Event, SiteAnswered
 from cloister.server.record.report import gather
@@ -107,6 +108,15 @@ def test_three_runs_on_one_dataset_are_composed(three: tuple[Path, list[dict[str
         assert "alone" not in verdict(report).sentence
 
 
+def begun_with(run: Path, plan: dict[str, Any]) -> None:
+    """Let a run have another plan, as if it had begun with it."""
+    (run / "plan.json").write_text(json.dumps(plan))
+    with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as journal, journal:
+        (found,) = journal.execute("SELECT detail FROM entries WHERE step = 'created'").fetchone()
+        detail = json.loads(found) | {"plan_file": hash_of_plan(RunFiles(run))}
+        journal.execute("UPDATE entries SET detail = ? WHERE step = 'created'", (json.dumps(detail),))
+
+
 def test_a_run_without_a_ledger_is_of_this_run_alone(
     three: tuple[Path, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +124,7 @@ def test_a_run_without_a_ledger_is_of_this_run_alone(
     shutil.copytree(three[0] / "one", alone)
     plan = json.loads((alone / "plan.json").read_text())
     plan["simulation"] |= {"ledger": "", "dataset": ""}
-    (alone / "plan.json").write_text(json.dumps(plan))
+    begun_with(alone, plan)
     report = gather(alone)
     assert report.dataset is None
     assert f"with epsilon {at_most(epsilon_of(2))} for this run alone and delta" in verdict(report).sentence
@@ -204,7 +214,7 @@ def test_a_lost_or_damaged_ledger_is_named_and_nothing_is_said_over_runs(
     shutil.copytree(three[0] / "one", out)
     plan = json.loads((out / "plan.json").read_text())
     plan["simulation"]["ledger"] = str(ledger)
-    (out / "plan.json").write_text(json.dumps(plan))
+    begun_with(out, plan)
     if spoil is cut:
         shared(tmp_path / "empty.sqlite")
     spoil(ledger)

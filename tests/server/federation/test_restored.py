@@ -30,9 +30,14 @@ class Run:
         self.files = RunFiles(self.path)
         self.id = identity(self.files)
 
-    def begin(self, number: int, attempt: int) -> None:
+    def begin(self, number: int, attempt: int, purpose: str = "train") -> None:
         with Journal(self.files.journal) as journal:
-            journal.record(number, attempt, f"train {steps.BEGUN}", {"cohort": []})
+            journal.record(number, attempt, f"{purpose} {steps.BEGUN}", {"cohort": []})
+
+    def unmask(self, number: int, attempt: int, purpose: str = "train") -> None:
+        self.begin(number, attempt, purpose)
+        with Journal(self.files.journal) as journal:
+            journal.record(number, attempt, f"{purpose} {steps.UNMASKING}", {"survivors": []})
 
     def charge(self, number: int) -> str:
         """Charge a round; the hash of its entry."""
@@ -46,7 +51,9 @@ class Run:
         }
         return ledger.charge(Charge(**named, round=number, attempt=1, delta=1e-5), None).hash.hex()
 
-    def tell(self, what: What, number: int, attempt: int, detail: str = "", run: str = "") -> None:
+    def tell(
+        self, what: What, number: int, attempt: int, detail: str = "train, in the sum", run: str = ""
+    ) -> None:
         self.log.record(Fact(what, run or self.id, "plan", number, attempt, "north", detail))
 
 
@@ -55,7 +62,7 @@ def run(tmp_path: Path) -> Run:
     """A run whose folder and log agree: after round 2 and its charges."""
     found = Run(tmp_path)
     for number in (1, 2):
-        found.begin(number, 1)
+        found.unmask(number, 1)
         found.tell("charge", number, 1, f"head of the ledger {found.charge(number)}")
         found.tell("release", number, 1)
     found.tell("release", 9, 1, run="of another run")
@@ -68,7 +75,11 @@ def test_a_journal_that_lacks_a_round_or_an_attempt_is_refused(run: Run) -> None
         run.tell("release", *later)
         with raises(RunFolderError, run.path):
             check_newest(run.files)
-        run.begin(*later)
+        run.begin(*later)  # as a copy that was made while the attempt was under way
+        run.unmask(*later, "evaluate")
+        with raises(RunFolderError, run.path):
+            check_newest(run.files)
+        run.unmask(*later)
         check_newest(run.files)
 
 

@@ -418,9 +418,15 @@ def test_the_own_ledger_of_a_site_that_counts_more_is_believed(
 def test_a_plan_that_is_not_that_of_the_run_carries_no_claim(copy: Path) -> None:
     """Another unit costs as much, and the report would claim it."""
     plan = json.loads((copy / "plan.json").read_text())
-    plan["data"]["sequence_length"] *= 2
-    (copy / "plan.json").write_text(json.dumps(plan))
-    assert "is not the plan with which the run began" in no_claim(copy)
+    for edited in (
+        plan | {"data": plan["data"] | {"sequence_length": 2 * plan["data"]["sequence_length"]}},
+        plan
+        | {"simulation": plan["simulation"] | {"durable": False}},  # the digest has nothing of a simulation
+    ):
+        (copy / "plan.json").write_text(json.dumps(edited))
+        assert "is not the plan with which the run began" in no_claim(copy)
+        with RunFolder.reopen(copy) as folder, raises(RunFolderError, folder.plan_file):
+            identity(folder)
 
 
 @pytest.mark.parametrize("unit", ["record", "site"])

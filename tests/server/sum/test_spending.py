@@ -33,11 +33,13 @@ from cloister.server.record.outcome import Outcome
 from cloister.server.record.progress import (
     BudgetSpent,
     Event,
+    Finished,
     Refusing,
     RoundDone,
     RoundStarted,
     SiteAnswered,
 )
+from cloister.server.record.report import gather
 from cloister.server.run import run
 from cloister.server.sum.spending import Spending
 from cloister.simulations.federation import lay_out, simulate
@@ -332,6 +334,10 @@ def test_a_run_whose_sites_refuse_ends_with_the_model_it_has(begin: Begin) -> No
     case.channel.before = tighten
     outcome = case.go()
     assert (outcome.rounds, outcome.stopped) == (2, "refused")
+    # Two sites have trained for the round that was not finished, and that is counted.
+    assert outcome.epsilon == case.terms.epsilon(3) == gather(case.out).epsilon
+    (ended,) = [event for event in case.events if isinstance(event, Finished)]
+    assert ended.epsilon == outcome.epsilon
     assert any(isinstance(event, Refusing) and event.sites == tuple(NAMES[:2]) for event in case.events)
     assert case.charges_at_sites() == [2, 2, 3, 3]
 
