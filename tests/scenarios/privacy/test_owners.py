@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cloister.cli.main import main
-from cloister.lm.data.prepare import UnitRule
 from cloister.lm.data import prepare
+from cloister.lm.data.prepare import UnitRule
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import SampledGaussian, from_json
 from cloister.privacy.report.report import verdict
