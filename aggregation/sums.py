@@ -16,6 +16,7 @@ from cloister.aggregation.vector.average import Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring
 from cloister.lm.model.layout import Layout
 from cloister.lm.model.schedule import Schedule
+from cloister.lm.tasks.registry import task_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
@@ -24,16 +25,9 @@ from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
 CORRECT = "correct"
-BYTES = "bytes"
 
 _LARGEST_COUNT = 1 << 48
 """Most tokens or bytes of a site's held-out records where the plan does not bound them."""
-
-
-def confusion_counters(plan: Plan) -> tuple[str, ...]:
-    """The counters of a plan's confusion matrix, its rows one after the other; none without classes or choices."""
-    (_, what), outcomes = plan.data.counted, range(len(plan.data.outcomes))
-    return tuple(f"{what} {true} taken for {given}" for true in outcomes for given in outcomes)
 
 
 @dataclass(frozen=True)
@@ -98,16 +92,15 @@ class Sums(Basis):
 
     @cached_property
     def evaluation(self) -> SumLayout:
-        """The layout of an evaluation's sum: totals over the held-out records of a cohort, and for classes or choices
-        the confusion matrix."""
+        """The layout of an evaluation's sum: totals over the held-out records of a cohort, and the counters
+        of the plan's task."""
         plan = self.plan
         ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
         sequences, most = plan.server.evaluation_sequences, _LARGEST_COUNT
         if sequences is not None:  # otherwise no party knows how many records a site holds out
-            most = sequences if plan.data.task == "classify" else sequences * plan.data.sequence_length
-        cells = (BYTES, *confusion_counters(plan))
+            most = sequences * (plan.data.sequence_length if plan.data.kind.windows else 1)
         counters = [Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)]
-        counters += [Counter(name, _LARGEST_COUNT) for name in cells]
+        counters += [Counter(name, _LARGEST_COUNT) for name in task_of(plan.data).counters()]
         return SumLayout(ring, 0, tuple(counters))
 
     def layout(self, purpose: Purpose) -> SumLayout:

@@ -69,7 +69,7 @@ from cloister.clients.site import Site
 from cloister.clients.state.kept import write_pieces
 from cloister.clients.training.release import contribution
 from cloister.lm.model.model import load_model
-from cloister.lm.text.data import Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.protocol.identity.roster import (

@@ -49,13 +49,14 @@ from cloister.clients.ranks.device_mesh import mesh_for
 from cloister.clients.ranks.rank import Place
 from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.data.prepare import prepare, unit_rule
 from cloister.lm.model.frozen import is_lowered
 from cloister.lm.model.model import LanguageModel, device_for, load_model, outline
 from cloister.lm.model.passes import summed_loss
 from cloister.lm.parallel.mesh import Mesh
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import NOT_LEARNED, Sequences, next_tokens, prepare, unit_rule
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, next_tokens
 from cloister.lm.training.train import Trainer
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.plan.plan import MeshSection, Plan, PrivacySection

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model.model import load_model
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import prepare
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.server.record.folder import RunFolder

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
-from cloister.aggregation.sums import BYTES, CORRECT, Sums, confusion_counters
+from cloister.aggregation.sums import CORRECT, Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
@@ -45,10 +45,11 @@ from cloister.clients.state.kept import (
 )
 from cloister.clients.training.release import MUST_STAY
 from cloister.clients.training.work import Task, masking
+from cloister.lm.data.prepare import Preparation, Prepared
+from cloister.lm.data.store import cached, load_prepared, prepared_path
 from cloister.lm.model.layout import Vector
-from cloister.lm.tasks.evaluate import HeldOut
-from cloister.lm.text.data import Preparation, Prepared, cached, load_prepared, prepared_path
-from cloister.lm.text.examples import check_tokenizer
+from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.records import check_source
 from cloister.lm.training.moments import Carry
 from cloister.privacy.ledger.dataset import DatasetLedger
@@ -190,7 +191,7 @@ class Site:
         demands.take_consent(plan, request.run)
         if loaded.sums.terms is not None:
             check_source(self.config.data, split=self.config.split)
-            check_tokenizer(loaded.model.tokenizer, plan.data)
+            task_of(plan.data).check(loaded.model.tokenizer)
         elif not len(self._prepared(loaded).train):
             raise DataError(f"data of {self.name}", self.config.data, expected="records to train on")
         self._audit_log.record(Fact("join", request.run, plan.digest(), site=self.name))
@@ -406,12 +407,10 @@ class Site:
             LOSS: count_of_loss(found.loss_nats),
             CORRECT: found.correct,
             TOKENS: found.tokens,
-            BYTES: found.bytes,
+            **found.counts,
         }
-        cells = [count for row in found.confusion for count in row]
-        counters |= zip(confusion_counters(loaded.plan), cells, strict=True)
         layout = loaded.sums.evaluation
-        return layout.ring.encode_counters([counters[name] for name in layout.names])
+        return layout.ring.encode_counters([counters.get(name, 0) for name in layout.names])
 
     def _made(
         self, loaded: Loaded, told: Instructions, weights: Vector, orders: Orders, history: bytes, tries: int

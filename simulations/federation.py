@@ -27,15 +27,16 @@ from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state.kept import DECLARED_ROUNDING, base_path, save_vector
 from cloister.clients.training.release import MUST_STAY
+from cloister.lm.data.prepare import Prepared, check_usable
+from cloister.lm.data.store import Store
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
+from cloister.lm.tasks.registry import task_of, tokenizer_of
+from cloister.lm.tasks.task import sample_line
 from cloister.lm.text.corpus import Corpus, check_corpus, corpus_records
-from cloister.lm.text.data import Prepared, Store, check_usable
-from cloister.lm.text.examples import sample_record
 from cloister.lm.text.records import Records, Unusable, read_each
 from cloister.lm.text.sources import overlap
-from cloister.lm.text.tokenizer import tokenizer_of
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -462,7 +463,7 @@ def divided(
     corpus = usable(plan, "simulation.source", simulation.source, simulation.split, unusable)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
     # The end of a single text can be held out.
-    divides = plan.data.format == "text" and plan.data.task == "generate"
+    divides = task_of(plan.data).divides
     least = 1 if divides or not plan.data.held_out or plan.privacy.unit != "none" else 2
     sites, seed = plan.cohort.sites, plan.run.seed
     return kept, partition(kept, simulation, sites, seed, field=corpus.field, least=least), apart
@@ -492,7 +493,7 @@ def usable(
     except DataError as error:
         if error.fix:
             raise
-        fix = f"a record of this plan is one line such as {sample_record(plan.data)}"
+        fix = f"a record of this plan is one line such as {sample_line(task_of(plan.data))}"
         raise DataError.of(error, fix=fix) from error
     return corpus
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cloister.lm.text.data import shuffled
 from cloister.lm.text.records import Records
+from cloister.lm.text.sequences import shuffled
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_file
 from cloister.protocol.plan.plan import SimulationSection

@@ -1,6 +1,6 @@
 """The token sequences of all simulated sites: made in one pass, and mapped from one file for each kind of array.
 
-A deployed site makes its sequences itself (`lm/text/data.py`). For thousands of sites on one machine that costs a
+A deployed site makes its sequences itself (`lm/data/prepare.py`). For thousands of sites on one machine that costs a
 reader, a folder and several synced files for each. Here one process makes those of all sites, from the same records
 in the same way, and a worker that plays a site slices what is mapped. Nothing is synced, because it can be made
 again: a run that goes on checks the files by their record (`lm/model/saved.py`) first.
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from cloister.lm.data.prepare import Preparation, Prepared
+from cloister.lm.data.store import write_prepared
 from cloister.lm.model import saved
-from cloister.lm.text.data import Preparation, Prepared, write_prepared
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan

@@ -34,7 +34,7 @@ from cloister.protocol.plan.plan import Plan
 if TYPE_CHECKING:  # torch and dp-accounting take seconds to import, and displays need the figures alone
     from cloister.lm.model.layout import Layout
     from cloister.lm.model.schedule import Schedule
-    from cloister.lm.tasks.evaluate import HeldOut
+    from cloister.lm.tasks.task import HeldOut
     from cloister.lm.training.moments import Carry
     from cloister.privacy.accounting.terms import Terms
 

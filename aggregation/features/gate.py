@@ -21,7 +21,7 @@ from cloister.aggregation.features.feature import AtCoordinator, Feature
 from cloister.protocol.plan.plan import GateSection
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from cloister.lm.tasks.evaluate import HeldOut
+    from cloister.lm.tasks.task import HeldOut
 
 
 class _AtCoordinator(AtCoordinator):

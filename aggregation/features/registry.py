@@ -40,7 +40,7 @@ from cloister.protocol.figure import Figure
 from cloister.protocol.messages.messages import ByFeature
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from cloister.lm.tasks.evaluate import HeldOut
+    from cloister.lm.tasks.task import HeldOut
 
 T = TypeVar("T")
 

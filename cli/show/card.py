@@ -19,6 +19,7 @@ from huggingface_hub import ModelCardData
 from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.output.export import Form, base_name
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
+from cloister.lm.tasks.registry import task_of
 from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.report import LARGEST_EPSILON, RunReport, Verdict, verdict
 from cloister.privacy.report.summary import plain, several
@@ -105,7 +106,7 @@ def _front(plan: Plan, form: Form, *, private: bool) -> str:
     """What the hub reads; it has no licence, because no party of the run has stated one for the result."""
     card = ModelCardData(
         library_name="peft" if form == "adapter" else "transformers",
-        pipeline_tag="text-classification" if plan.data.task == "classify" else "text-generation",
+        pipeline_tag=task_of(plan.data).auto.pipeline,
         tags=["cloister", "federated-learning", *(["differential-privacy"] if private else [])],
     )
     if base_name(plan.model):

@@ -148,7 +148,7 @@ def print_outcome(
     lost = _tried(console, "not shown: the records that are not used", lambda: left_out(plan, folder.sites))
     if lost:
         console.say(f"records of the sites: {lost}", "yellow")
-    writes, chat = plan.data.task == "generate", plan.data.format == "messages"
+    writes, chat = plan.data.task in ("causal", "choices"), plan.data.format == "messages"
     prompt = "Hello" if chat else "The "
     if writes:
         text = _tried(

@@ -29,7 +29,7 @@ from cloister.server.record.history import run_history
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
-    from cloister.lm.text.data import Sequences
+    from cloister.lm.text.sequences import Sequences
 
     Text: TypeAlias = tuple[str, str, DataSection]
     """Source, split, and what the records are."""
@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     plan, files = read_plan(source), RunFiles(source)
     target = files.compressed if arguments.out is None else Path(arguments.out)
     check_empty(target, "--out", CloisterError)
-    if plan.data.task == "classify":
+    if plan.data.task not in ("causal", "choices"):
         raise CloisterError(
             "data.task",
-            "classify",
-            expected='"generate": the model of this run is a classifier, and only a causal LM can be compressed',
+            plan.data.task,
+            expected="causal or choices: only a causal LM can be compressed",
             fix="export the model (cloister export)",
         )
     if arguments.text is not None:
@@ -125,8 +125,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _prepared(plan: Plan, tokenizer: Any, text: Text) -> tuple[Sequences, Sequences]:
     """The sequences to learn from and the held-out ones of a text."""
+    from cloister.lm.data.prepare import prepare
     from cloister.lm.text.corpus import corpus_records
-    from cloister.lm.text.data import prepare
 
     source, split, section = text
     prepared = prepare(corpus_records(source, split=split).records, tokenizer, section, seed=plan.run.seed)

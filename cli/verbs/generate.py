@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.run)
     plan = read_plan(folder)  # refuses a folder that holds no run
-    if plan.data.task == "classify":
+    if plan.data.task not in ("causal", "choices"):
         raise CloisterError(
             "data.task",
-            "classify",
-            expected='"generate": the model of this run is a classifier, which writes no text',
+            plan.data.task,
+            expected="causal or choices: the model of this run writes no text",
             fix="load it with AutoModelForSequenceClassification (docs/use-the-model.md)",
         )
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()

@@ -50,7 +50,7 @@ from cloister.protocol.plan.template import toml_value
 
 if TYPE_CHECKING:
     from cloister.cli.verbs.devices import Devices
-    from cloister.lm.text.data import Prepared
+    from cloister.lm.data.prepare import Prepared
 
 
 def options(parser: Parser) -> None:
@@ -198,8 +198,8 @@ def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
     """Prepare the site's data; refuse data of which nothing is trained on."""
     from cloister.clients.site import preparation_of
     from cloister.clients.training.release import MUST_STAY
-    from cloister.lm.text.data import cached
-    from cloister.lm.text.tokenizer import tokenizer_of
+    from cloister.lm.data.store import cached
+    from cloister.lm.tasks.registry import tokenizer_of
 
     preparation = preparation_of(config, plan, tokenizer_of(plan))
     made = cached(preparation.folder, preparation.key(), preparation.make)

@@ -10,6 +10,7 @@ import torch
 
 from cloister.lm.model.model import configuration, count_parameters, device_for
 from cloister.lm.parallel.mesh import Mesh, choose
+from cloister.lm.tasks.registry import task_of
 from cloister.lm.training.optimizer import OPTIMIZERS
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import MeshSection, Plan
@@ -63,11 +64,11 @@ def mesh_for(
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
         )
-    if plan.data.task == "classify" and mesh.tensor > 1:
+    if task_of(plan.data).auto.head and mesh.tensor > 1:
         raise ModelError(
             "mesh.tensor",
             mesh.tensor,
-            expected="1 with data.task = 'classify': the head of a classifier is not divided",
+            expected=f"1 with data.task = {plan.data.task!r}: the head of a classifier is not divided",
             fix="set mesh.shard or mesh.replicate instead",
         )
     _check_optimizer(plan, mesh)

@@ -22,10 +22,11 @@ from cloister.clients.ranks.rank import Place
 from cloister.clients.state.kept import read_base
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.clients.training.work import Task, train
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.model import load_model
 from cloister.lm.parallel.parallelize import parallelize
-from cloister.lm.tasks.evaluate import HeldOut, held_out
-from cloister.lm.text.data import Prepared
+from cloister.lm.tasks.task import HeldOut
+from cloister.lm.training.evaluate import held_out
 from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.terms import terms_of
 from cloister.protocol.errors import ModelError

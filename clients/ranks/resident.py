@@ -19,9 +19,9 @@ from cloister.clients.ranks.device_mesh import mesh_for, several
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.clients.training.work import Here, Work
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel, load_model
-from cloister.lm.text.data import Prepared
 from cloister.lm.training.train import Trainer
 from cloister.protocol.identity.roster import Roster, load_identity, load_roster
 from cloister.protocol.messages.messages import SumId

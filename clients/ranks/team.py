@@ -21,10 +21,10 @@ from cloister.clients.ranks.ranks import Ranks
 from cloister.clients.state import attempt as state
 from cloister.clients.state.kept import Written
 from cloister.clients.training.work import Task
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Vector
 from cloister.lm.parallel.mesh import Mesh
-from cloister.lm.tasks.evaluate import HeldOut
-from cloister.lm.text.data import Prepared
+from cloister.lm.tasks.task import HeldOut
 from cloister.protocol.errors import StepError
 from cloister.protocol.machine.segments import SharedVector
 from cloister.protocol.machine.storage import allocate

@@ -2,7 +2,7 @@
 
 Each run has a folder of its own in the state folder (`run_folder`), so that no run replaces a file of another. It also
 has the attempts of the secure sum (`attempt_files.py`) and what updates carry (`carried.py`). Runs share the base
-models, the tokenised data (`lm/text/data.py`), the ledger, the rounding key and the consents (`consents.py`).
+models, the tokenised data (`lm/data/prepare.py`), the ledger, the rounding key and the consents (`consents.py`).
 """
 
 from __future__ import annotations

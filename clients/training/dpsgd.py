@@ -1,5 +1,5 @@
 """Private training inside a site: DP-SGD (Abadi et al. 2016, "Deep learning with differential privacy", Algorithm 1)
-over units that are records, windows of text, or owners with some of their records (`lm/text/data.py`).
+over units that are records, windows of text, or owners with some of their records (`lm/data/prepare.py`).
 
 One step, with C = `privacy.clip`, z the noise multiplier and B = `local.batch_size` x `local.accumulation`:
 
@@ -70,11 +70,11 @@ from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.passes import losses_of_rows
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
-from cloister.lm.tasks.evaluate import to_device
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
+from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.optimizer import LocalOptimizer
-from cloister.lm.training.train import Bench, LocalUpdate, add_proximal, class_factors
+from cloister.lm.training.train import Bench, LocalUpdate, add_proximal
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.protocol.messages.blocks import runs
@@ -151,7 +151,7 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
         if layer not in (nn.Linear, nn.Embedding) and not layer.__name__.endswith("RMSNorm"):
             return f"{name} belongs to a layer of type {layer.__name__}"
     privacy, most = plan.privacy, plan.local.batch_size
-    windows = 1 if privacy.record == "window" or plan.data.task == "classify" else privacy.windows
+    windows = privacy.windows if privacy.record == "record" and plan.data.kind.windows else 1
     windows *= privacy.records if privacy.unit == "owner" else 1
     if windows > most:
         return f"the {windows} windows of one {privacy.unit} do not fit into local.batch_size = {most}"
@@ -479,18 +479,18 @@ class PrivateTrainer(Bench):
         Returns:
             The rows' summed losses (R,) float64, and their learned labels (R,).
         """
-        tokens, targets = sequences.tokens[rows], sequences.targets(rows)
+        task = self.task
+        tokens, targets = sequences.tokens[rows], task.targets(sequences.labels[rows])
         if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
             length = sequences.tokens.shape[1]
             tokens, targets = np.zeros((1, length), np.int32), np.full((1, targets.shape[1]), NOT_LEARNED)
             windows = np.ones(1, np.int64)
-        learned = np.count_nonzero(targets != NOT_LEARNED, axis=1)
+        learned = task.learned(targets)
         shares = 1 / windows if sequences.shares is None or not len(rows) else sequences.shares[rows]
-        factors = class_factors(self.plan.data, targets)
+        factors = task.factors(targets)
         shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
         weights = torch.from_numpy(shares).to(self.device, torch.float32)
-        logits = self.forward(to_device(tokens, self.device), None)
-        nats = losses_of_rows(logits, to_device(targets, self.device))
+        nats = losses_of_rows(*self.forward(to_device(tokens, self.device), to_device(targets, self.device)))
         (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return nats.detach().double(), learned
 

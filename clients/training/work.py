@@ -21,11 +21,12 @@ from cloister.clients.state.attempt import Mask
 from cloister.clients.state.kept import Written, write_pieces
 from cloister.clients.training.dpsgd import OUT_OF_MEMORY, PrivateTrainer
 from cloister.clients.training.release import MUST_STAY, contribution
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Weights
-from cloister.lm.tasks.evaluate import HeldOut, held_out
-from cloister.lm.text.data import Prepared
+from cloister.lm.tasks.task import HeldOut
+from cloister.lm.training.evaluate import held_out
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.privacy.accounting.terms import Terms

@@ -10,7 +10,7 @@ error, never silently initialised. The plan's adapter scheme selects what is tra
 - `rolora`: B and A in alternate rounds (`schedule.py`).
 - `lora`: both at once (Hu et al. 2021); the mean of factors is not the factor of means.
 
-A classifier (`data.task`) is the same with a head in the place of the output layer. The head is new where the
+A classifier (`lm/tasks/`) is the same with a head in the place of the output layer. The head is new where the
 checkpoint has none for the plan's classes. It is trained with every scheme, as a whole and in every round, because no
 factor of low rank could stand for what begins at random; its mean is exact.
 
@@ -28,7 +28,7 @@ import os
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,9 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
 from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.model.writes import names_of, writes_of
-from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer, tokenizer_of
+from cloister.lm.tasks.auto import Auto, auto_of, auto_of_adapter
+from cloister.lm.tasks.registry import task_of, tokenizer_of
+from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
@@ -64,7 +66,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model, or a classifier, with its tokenizer and the layout of what is trained."""
+    """The model of a plan's task, with its tokenizer and the layout of what is trained."""
 
     module: nn.Module
     """The transformers model, inside a PEFT model when the plan names an adapter; what is trained is float32, and a
@@ -110,7 +112,7 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     precision = plan.model.adapter.base_precision
     frozen.check_machine(precision)
     config, place = _configure(plan)
-    tokenizer = tokenizer_of(plan)
+    auto, tokenizer = task_of(plan.data).auto, tokenizer_of(plan)
     _check_fits(plan, config, tokenizer)
     own = plan.model.name.startswith(BUILTIN) or base is not None
     module: nn.Module | None = None
@@ -123,11 +125,11 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
         with seeded("weights", plan.run.seed):
             if place is None:
                 module = _build(plan, config)
-            elif plan.data.task == "classify":
-                module, new_head = _classifier_from(place, config)
+            elif auto.head:
+                module, new_head = _headed_from(place, config, auto)
                 own = own or new_head
             else:
-                module = from_pretrained(place, config)
+                module = from_pretrained(place, auto, config)
         if place is None or plan.privacy.unit != "none":
             _check_runs(plan, module, tokenizer)
         if base is not None:
@@ -206,10 +208,10 @@ def takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(plain(module).forward).parameters
 
 
-def is_classifier(module: nn.Module) -> bool:
-    """Whether a model gives one row of logits for each sequence, and not for each token."""
+def class_of(module: nn.Module) -> Auto:
+    """The automatic class of a model."""
     # Sharding gives the class a new name, with the old one at its end.
-    return _has_head([type(plain(module)).__name__])
+    return auto_of([type(plain(module)).__name__])
 
 
 def plain(module: nn.Module) -> nn.Module:
@@ -267,7 +269,8 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     place = locate(section.name, section.revision)
     from transformers import AutoConfig
 
-    known, what = _types(plan)
+    auto = task_of(plan.data).auto
+    known, what = auto.types(), auto.called
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
@@ -282,19 +285,11 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     return _for_training(config, plan), place
 
 
-def _types(plan: Plan) -> tuple[Mapping[str, Any], str]:
-    """The model types of transformers that have the task of the plan, and what such a model is called."""
-    from transformers.models.auto import modeling_auto as auto
-
-    if plan.data.task == "classify":
-        return auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "sequence classifier"
-    return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal LM"
-
-
 def _builtin_config(plan: Plan) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    section, (types, what) = plan.model, _types(plan)
+    section, auto = plan.model, task_of(plan.data).auto
+    types, what = auto.types(), auto.called
     kind = section.name.removeprefix(BUILTIN)
     if kind not in types:
         nearest = difflib.get_close_matches(kind, types, n=3) or ["llama", "gpt2", "qwen3"]
@@ -334,15 +329,7 @@ def _builtin_config(plan: Plan) -> PreTrainedConfig:
 
 def _for_training(config: PreTrainedConfig, plan: Plan) -> PreTrainedConfig:
     config.use_cache = False
-    if plan.data.task == "classify":
-        config.id2label = dict(enumerate(plan.data.classes))  # it sets num_labels
-        config.label2id = {name: index for index, name in enumerate(plan.data.classes)}
-        config.problem_type = "single_label_classification"
-        # By this token the model finds the end of a text.
-        config.get_text_config().pad_token_id = tokenizer_of(plan).pad_token_id
-        return config
-    if getattr(config, "is_decoder", True) is False and not config.is_encoder_decoder:
-        config.is_decoder = True  # BERT-like models attend to later tokens unless this is set
+    task_of(plan.data).configure(config, tokenizer_of(plan))
     return config
 
 
@@ -377,7 +364,7 @@ def locate(name: str, revision: str = "main") -> Place:
 
 def _build(plan: Plan, config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        return from_config(config, classify=plan.data.task == "classify")
+        return from_config(config, task_of(plan.data).auto)
     except Exception as error:  # see `_builtin_config`
         raise _inconsistent(plan.model, error) from error
 
@@ -405,21 +392,13 @@ def _stored_buffers(module: nn.Module) -> set[str]:
     return set(module.state_dict()) - parameters
 
 
-def from_config(config: PreTrainedConfig, *, classify: bool = False) -> PreTrainedModel:
-    """A causal LM, or a classifier, with fresh weights in float32."""
-    return cast("PreTrainedModel", _auto(classify).from_config(config, dtype=torch.float32))
+def from_config(config: PreTrainedConfig, auto: Auto) -> PreTrainedModel:
+    """A model of a class with fresh weights in float32."""
+    return cast("PreTrainedModel", auto.cls.from_config(config, dtype=torch.float32))
 
 
-def _auto(classify: bool) -> Any:
-    """The automatic class of transformers, which leaves it untyped."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    return AutoModelForSequenceClassification if classify else AutoModelForCausalLM
-
-
-def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrainedModel, bool]:
-    """A classifier on a checkpoint, and whether it is another model than that checkpoint: a model without a head gets a
-    new one.
+def _headed_from(place: Place, config: PreTrainedConfig, auto: Auto) -> tuple[PreTrainedModel, bool]:
+    """A model with a head on a checkpoint, and whether it is another model than that: without a head there, it is new.
 
     Raises:
         ModelError: the checkpoint has a head for other classes, or as `from_pretrained`.
@@ -427,8 +406,8 @@ def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrained
     from transformers import AutoConfig
 
     stored = AutoConfig.from_pretrained(place.name, **place.options())
-    if not _has_head(stored.architectures):
-        return from_pretrained(place, config, classify=True, new_head=True), True
+    if auto_of(stored.architectures) is not auto:
+        return from_pretrained(place, auto, config, new_head=True), True
     names, classes = ([str(name) for name in (each.id2label or {}).values()] for each in (stored, config))
     unnamed = names == [f"LABEL_{index}" for index in range(len(classes))]
     if names != classes and not unnamed:
@@ -438,25 +417,20 @@ def _classifier_from(place: Place, config: PreTrainedConfig) -> tuple[PreTrained
             expected=f"the classes for which {place.name} has a head, in their order: {', '.join(names)}",
             fix="set data.classes to them, or model.name to a model without a head",
         )
-    module = from_pretrained(place, config, classify=True)
+    module = from_pretrained(place, auto, config)
     other = unnamed or stored.get_text_config().pad_token_id != config.get_text_config().pad_token_id
     return module, other
 
 
-def _has_head(architectures: list[str] | None) -> bool:
-    """Whether a checkpoint whose configuration names these classes is a classifier."""
-    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
-
-
 def from_pretrained(
-    place: Place, config: PreTrainedConfig | None = None, *, classify: bool = False, new_head: bool = False
+    place: Place, auto: Auto, config: PreTrainedConfig | None = None, *, new_head: bool = False
 ) -> PreTrainedModel:
-    """Load a complete checkpoint of a causal LM, or of a classifier, in float32.
+    """Load a complete checkpoint in float32.
 
     Args:
         place: Where it is.
+        auto: The class of the model.
         config: The configuration to give the model; None: the checkpoint's own.
-        classify: Whether it is a classifier.
         new_head: Whether the checkpoint may lack the head, which is then new.
 
     Raises:
@@ -466,12 +440,11 @@ def from_pretrained(
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     try:
         with no_progress_bars():
-            module, info = _auto(classify).from_pretrained(
+            module, info = auto.cls.from_pretrained(
                 place.name, config=config, dtype=torch.float32, output_loading_info=True, **place.options()
             )
     except Exception as error:  # see `_configure`
-        what = "sequence classifier" if classify else "causal LM"
-        raise _no_model(place.name, f"a complete checkpoint of a {what} ({short(error)})") from error
+        raise _no_model(place.name, f"a complete checkpoint of a {auto.called} ({short(error)})") from error
     if getattr(module, "_hf_peft_config_loaded", False):
         raise _no_model(
             place.name,
@@ -596,13 +569,13 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
     targets = _targets(module, adapter)
     from peft import LoraConfig, get_peft_model
 
-    classify = plan.data.task == "classify"
+    auto = task_of(plan.data).auto
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=cast(int, adapter.alpha),  # PEFT only divides it by the rank: a float works
         target_modules=targets,
-        task_type="SEQ_CLS" if classify else "CAUSAL_LM",
-        modules_to_save=heads_of(module) if classify else None,
+        task_type=auto.peft,
+        modules_to_save=heads_of(module) if auto.head else None,
         revision=None if plan.model.name.startswith(BUILTIN) else plan.model.revision,
     )
     with warnings.catch_warnings(), seeded("adapter", plan.run.seed):
@@ -620,7 +593,7 @@ def _adapt(module: nn.Module, plan: Plan) -> tuple[nn.Module, Layout]:
 
 
 def heads_of(module: Any) -> list[str]:
-    """The names of the modules of a classifier, without an adapter, outside of its base model that have parameters."""
+    """The names of the modules of a model, without an adapter, outside of its base model that have parameters."""
     return [
         name
         for name, child in module.named_children()
@@ -634,7 +607,7 @@ def _targets(module: nn.Module, adapter: AdapterSection) -> str | list[str]:
 
     if adapter.targets == ("all-linear",):
         return "all-linear"
-    heads = tuple(heads_of(module)) if is_classifier(module) else ()
+    heads = tuple(heads_of(module)) if class_of(module).head else ()
     linear = {
         name
         for name, layer in module.named_modules()
@@ -676,7 +649,7 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
         config = PeftConfig.from_pretrained(str(folder))
         base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
         plain = from_pretrained(
-            locate(base, config.revision or "main"), classify=config.task_type == "SEQ_CLS"
+            locate(base, config.revision or "main"), auto_of_adapter(cast("str | None", config.task_type))
         )
         with warnings.catch_warnings():
             # PEFT reads a deprecated property of transformers.
@@ -685,7 +658,7 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
     elif folder.is_dir():
         place = locate(str(folder))
         stored = json.loads((folder / "config.json").read_bytes())
-        module = from_pretrained(place, classify=_has_head(stored.get("architectures")))
+        module = from_pretrained(place, auto_of(stored.get("architectures")))
     else:
         raise ModelError("model", str(folder), expected="a folder with a saved model")
     return module, read_tokenizer("model", str(folder), "main", local=True)
@@ -698,7 +671,7 @@ def save_pretrained(model: LanguageModel, vector: Vector, folder: Path) -> None:
     """Load `vector` into the model and save it with its tokenizer as `folder`, for `transformers` or PEFT.
 
     A full model is read by `AutoModelForCausalLM.from_pretrained(folder)`, an adapter by
-    `AutoPeftModelForCausalLM.from_pretrained(folder)`; a classifier by the same classes for sequence classification.
+    `AutoPeftModelForCausalLM.from_pretrained(folder)`; a model of another task by the classes of that task.
     For the adapter of a base that is no named checkpoint, or whose
     lower precision changed the checkpoint's values, the base is saved in `folder/base`, in float32 with the values that
     the run computed with, and the adapter's configuration names it by the absolute path of the final folder. If the
@@ -749,7 +722,7 @@ def _without_adapter(module: Any) -> PreTrainedModel:
         if ".lora_" not in name and HEAD not in name
     }
     with torch.device("meta"):
-        plain = from_config(adapted.config, classify=is_classifier(adapted))
+        plain = from_config(adapted.config, class_of(adapted))
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()
     return plain

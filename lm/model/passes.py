@@ -9,41 +9,56 @@ from torch import nn
 from torch.nn import functional
 
 from cloister.lm.model.frozen import is_lowered
-from cloister.lm.model.model import is_classifier, takes_positions
-from cloister.lm.text.data import NOT_LEARNED
+from cloister.lm.model.model import takes_positions
+from cloister.lm.tasks.task import Task
+from cloister.lm.text.sequences import NOT_LEARNED
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
 class Forward:
-    """The forward pass of a causal language model or a classifier, the same for training and evaluation.
+    """The forward pass of a model by its task, the same for training and evaluation.
 
     Sequences are padded on the right or not at all, so the causal mask alone excludes padding from what is scored.
     `position_ids` that restart at 0 tell transformers where a packed record begins, and attention stays within it.
-    A classifier may attend in both directions, so it is told where the padding begins.
+
+    Args:
+        task: What is learned.
+        module: The model.
+        device: Its device.
+        precision: The plan's precision.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, precision: Precision) -> None:
+    def __init__(self, task: Task, module: nn.Module, device: torch.device, precision: Precision) -> None:
         self.device = device
         """The device of the module."""
         self.module = module
+        self.task = task
+        """What is learned."""
         by_itself = device.type == "cuda" or is_lowered(module)
         self._bfloat16 = precision == "bfloat16" or (precision == "auto" and by_itself)
         self._positions = takes_positions(module)
-        self._classifies = is_classifier(module)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, L, V) of tokens (B, L), with position_ids (B, L) for packed records; of a classifier (B, 1, C)."""
-        given = {"input_ids": tokens}
-        if positions is not None and self._positions:
-            given["position_ids"] = positions
-        if self._classifies:
-            given["attention_mask"] = self._before_padding(tokens)
+    def __call__(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (B, T, V) of rows, and what they are compared with (B, T) (`Task.outputs`)."""
+        return self.task.outputs(self, tokens, targets, positions)
+
+    def logits(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """The logits that the model gives for its inputs."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
-            logits: torch.Tensor = self.module(**given).logits
-        return logits[:, None] if self._classifies else logits
+            logits: torch.Tensor = self.module(**inputs).logits
+        return logits
 
-    def _before_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+    def places(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The inputs of packed tokens (B, L): the tokens, and `position_ids` where the model takes them."""
+        inputs = {"input_ids": tokens}
+        if positions is not None and self._positions:
+            inputs["position_ids"] = positions
+        return inputs
+
+    def before_padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """1 up to the last token of each row (B, L) that is no padding, and 0 after it; int64 (B, L)."""
         config: Any = self.module.config
         places = torch.arange(tokens.shape[1], device=tokens.device)

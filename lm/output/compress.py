@@ -35,11 +35,13 @@ from cloister.lm.model.model import (
     short,
     takes_positions,
 )
-from cloister.lm.tasks.evaluate import evaluate, subset, to_device
-from cloister.lm.tasks.figures import figures_of
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.tasks.auto import CAUSAL
+from cloister.lm.tasks.causal import Causal
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, next_tokens
+from cloister.lm.training.evaluate import Evaluator, subset, to_device
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.prerequisites import check_extra
+from cloister.protocol.plan.plan import DataSection
 
 _FIXED = ("vocab_size", "model_type", "max_position_embeddings")
 """Fields of a configuration that the student shares with its teacher."""
@@ -68,16 +70,18 @@ def measure(folder: Path, sequences: Sequences, batch_size: int) -> Measured:
     module, _ = load_saved(folder)
     device = device_for("auto")
     module.to(device)
-    evaluate(module, subset(sequences, batch_size, 0), batch_size, device)  # the first pass is slower
+    task = Causal(DataSection())
+    evaluator = Evaluator(task, module, batch_size, device)
+    evaluator.held_out(subset(sequences, batch_size, 0))  # the first pass is slower
     begun = time.perf_counter()
-    found = evaluate(module, sequences, batch_size, device)
+    found = evaluator.held_out(sequences)
     seconds = time.perf_counter() - begun
     state = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
     zeros = sum(int((tensor == 0).sum()) for tensor in map(_values, state))
     return Measured(
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         zeros=zeros / max(1, sum(tensor.numel() for tensor in state)),
-        figures=figures_of(found, classified=False),
+        figures=task.figures(found),
         tokens_per_second=sequences.tokens.size / seconds,
     )
 
@@ -168,7 +172,7 @@ def distil(
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - warmup))
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup])
-    targets = sequences.targets()
+    targets = next_tokens(sequences.labels)
     order = torch.Generator().manual_seed(recipe.seed)
     rows = torch.empty(0, dtype=torch.int64)
     for step in range(recipe.steps):
@@ -214,7 +218,7 @@ def _student(teacher: Any, file: Path) -> Any:
     try:
         for key, value in changes.items():
             setattr(config, key, value)
-        student = from_config(config)
+        student = from_config(config, CAUSAL)
         with torch.no_grad():
             assert student(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.ndim == 3
     except Exception as error:  # each of transformers' 200 model types raises its own types

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from cloister.lm.model.model import is_classifier, load_saved, seeded
+from cloister.lm.model.model import class_of, load_saved, seeded
+from cloister.lm.tasks.auto import CAUSAL
 from cloister.protocol.errors import ModelError
 
 
@@ -41,9 +42,9 @@ def generate(
     """
     device = torch.device("cpu")
     module, tokenizer = load_saved(folder)
-    if is_classifier(module):
+    if (auto := class_of(module)) is not CAUSAL:
         raise ModelError(
-            "model", str(folder), expected="a causal LM, but it is a classifier, which writes no text"
+            "model", str(folder), expected=f"a causal LM, but it is a {auto.called}, which writes no text"
         )
     module.to(device).eval()
     first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]

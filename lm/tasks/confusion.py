@@ -16,10 +16,13 @@ record has. These are the definitions of scikit-learn's `precision_recall_fscore
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
+
+CONFUSION = "confusion"
+"""The name of the matrix beside the figures of an evaluation: a table, records of class i, the row, taken for j."""
 
 Counts = tuple[tuple[int, ...], ...]
 """Rows of true classes, columns of those that the model gave."""
@@ -48,6 +51,21 @@ class Confusion:
         """The matrix whose rows, one after the other, are `numbers`, of which there are C squared."""
         size = math.isqrt(len(numbers))
         return cls(tuple(tuple(numbers[row * size : (row + 1) * size]) for row in range(size)))
+
+    @staticmethod
+    def names(what: str, size: int) -> tuple[str, ...]:
+        """The names of the counters of a matrix, its rows one after the other.
+
+        Args:
+            what: What is counted, `class` or `choice`.
+            size: Number of classes.
+        """
+        return tuple(f"{what} {true} taken for {given}" for true in range(size) for given in range(size))
+
+    @classmethod
+    def counted(cls, counts: Mapping[str, int], what: str, size: int) -> Confusion:
+        """The matrix by the names of its counters; arguments as for `names`."""
+        return cls.of([counts.get(name, 0) for name in cls.names(what, size)])
 
     @property
     def records(self) -> int:
@@ -79,6 +97,14 @@ class Confusion:
             fmean(one.f1 for one in each),
             self.records,
         )
+
+    def figures(self) -> dict[str, Any]:
+        """The macro figures, and the matrix, by their names in `figures.py`; none without records."""
+        if not self.records:
+            return {}
+        macro = self.macro()
+        named = {"macro_precision": macro.precision, "macro_recall": macro.recall, "macro_f1": macro.f1}
+        return named | {CONFUSION: self.counts}
 
     def to_json(self, classes: Sequence[str]) -> dict[str, Any]:
         """The matrix and its figures for a program.

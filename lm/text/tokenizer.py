@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import CloisterError, ModelError
-from cloister.protocol.plan.plan import ModelSection, Plan
+from cloister.protocol.plan.plan import ModelSection
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -177,15 +177,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
                 content = json.dumps(kept, sort_keys=True).encode()
             digest.update(pack(type(tokenizer).__name__, name, content))
     return digest.hexdigest()
-
-
-def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
-    """The tokenizer of a plan, for its task.
-
-    Raises:
-        ModelError: as `load_tokenizer`.
-    """
-    return load_tokenizer(plan.model, ends=plan.data.task != "classify")
 
 
 def _fast(backend: Tokenizer) -> PreTrainedTokenizerFast:

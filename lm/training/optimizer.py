@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cloister.lm.model.model import heads_of, is_classifier, plain
+from cloister.lm.model.model import class_of, heads_of, plain
 from cloister.lm.model.weights import Named
 from cloister.lm.training.muon import Muon, iterations_in
 from cloister.protocol.plan.plan import LocalSection, Plan
@@ -148,7 +148,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     """
     causal: Any = module  # transformers leaves the method untyped
     heads = [causal.get_output_embeddings()]
-    if is_classifier(module):
+    if class_of(module).head:
         classifier = plain(module)  # the children of an adapter are no heads
         heads = [getattr(classifier, name) for name in heads_of(classifier)]
     outer = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]

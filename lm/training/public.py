@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import device_for, load_model
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import prepare
 from cloister.lm.training.train import Trainer
 from cloister.protocol.plan.plan import AdapterSection, LocalSection, Plan, PrivacySection
 

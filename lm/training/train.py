@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from cloister.lm.model.layout import Layout, Vector
@@ -37,13 +36,14 @@ from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward, losses_of_rows, summed_loss
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
-from cloister.lm.tasks.evaluate import to_device
-from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.tasks.registry import task_of
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, batches
+from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry, Moments
 from cloister.lm.training.optimizer import LocalOptimizer
 from cloister.protocol.errors import DataError, ModelError, UpdateError
 from cloister.protocol.messages.blocks import all_finite
-from cloister.protocol.plan.plan import DataSection, Plan
+from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,9 +90,11 @@ class Bench:
     ) -> None:
         self.plan = plan
         self.model = model
+        self.task = task_of(plan.data)
+        """What is learned."""
         self.device = device
         self.module = model.module.to(device)
-        self.forward = Forward(self.module, device, plan.local.precision)
+        self.forward = Forward(self.task, self.module, device, plan.local.precision)
         """The forward pass."""
         self.weights: Weights
         """Where the parameters are."""
@@ -166,7 +168,7 @@ class MicroBatch(NamedTuple):
     tokens: torch.Tensor
     """(B, L)"""
     targets: torch.Tensor
-    """(B, L): the next token of each position; -100 where nothing is learned. Of a classifier (B, 1): the classes."""
+    """(B, M): what is learned by the task, -100 where nothing is."""
     positions: torch.Tensor | None = None
     """(B, L): `position_ids` of packed records."""
     factors: torch.Tensor | None = None
@@ -271,7 +273,7 @@ class Trainer(Bench):
             The summed loss, float32 ().
         """
         tokens, targets, positions, factors = micro_batch
-        logits = self.forward(tokens, positions)
+        logits, targets = self.forward(tokens, targets, positions)
         loss = summed_loss(logits, targets) if factors is None else losses_of_rows(logits, targets) @ factors
         (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return loss.detach()
@@ -280,7 +282,7 @@ class Trainer(Bench):
         self, sequences: Sequences, steps: int, seeds: tuple[int, ...]
     ) -> Iterator[tuple[int, list[MicroBatch]]]:
         """For each step: its learned labels, in all rows, and this process's rows of each micro-batch."""
-        local = self.plan.local
+        local, task = self.plan.local, self.task
         part = self.weights.rows(local.batch_size)
         mine = part.stop - part.start
         per_step = local.batch_size * local.accumulation
@@ -289,12 +291,12 @@ class Trainer(Bench):
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
-            targets = sequences.targets(rows)
-            learned = (targets != NOT_LEARNED).sum(axis=1).reshape(-1, per_step).sum(axis=1)
+            targets = task.targets(sequences.labels[rows])
+            learned = task.learned(targets).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
                 rows = rows.reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
                 # A rank without rows takes part with one of which nothing is learned.
-                targets = sequences.targets(rows)
+                targets = task.targets(sequences.labels[rows])
                 if not mine:
                     targets[:] = NOT_LEARNED
             columns = {
@@ -303,29 +305,13 @@ class Trainer(Bench):
             }
             if sequences.positions is not None:
                 columns["positions"] = to_device(sequences.positions[rows], self.device)
-            factors = class_factors(self.plan.data, targets)
+            factors = task.factors(targets)
             if factors is not None:
                 columns["factors"] = torch.from_numpy(factors).to(self.device)
             parts = zip(*(torch.split(column, max(mine, 1)) for column in columns.values()), strict=True)
             micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
             for count in learned:
                 yield int(count), list(itertools.islice(micro_batches, local.accumulation))
-
-
-def class_factors(data: DataSection, targets: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """What `data.class_weights` multiplies the loss of rows by; None: 1.
-
-    Args:
-        data: The plan's section.
-        targets: (R, 1): classes, -100 in rows of which nothing is learned.
-
-    Returns:
-        (R,) float32.
-    """
-    if not data.class_weights:
-        return None
-    weights = np.array(data.class_weights, np.float32)
-    return np.where(targets[:, 0] == NOT_LEARNED, np.float32(0), weights[np.maximum(targets[:, 0], 0)])
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:

@@ -27,7 +27,7 @@ def thing(plan: Plan) -> str:
         return plan.privacy.unit
     if plan.privacy.record == "window":
         return "window"
-    return {"text": "text", "prompt": "prompt with its completion", "messages": "chat"}[plan.data.format]
+    return plan.data.kind.thing
 
 
 def unit(plan: Plan) -> str:
@@ -54,17 +54,12 @@ def unit_in_words(data: DataSection, privacy: PrivacySection) -> str:
         return f"{owned} are used, each with its first {_used(data, privacy)} tokens"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
-    by_format = {
-        "text": "one text with its label" if data.task == "classify" else "one text",
-        "prompt": "one prompt with its completion",
-        "messages": "one chat",
-    }
-    return f"{by_format[data.format]}, of which the first {_used(data, privacy)} tokens are used"
+    return f"one {data.kind.whole}, of which the first {_used(data, privacy)} tokens are used"
 
 
 def _used(data: DataSection, privacy: PrivacySection) -> int:
     """Tokens of a record that are used at most; a text that is classified is one sequence."""
-    return data.sequence_length * (1 if data.task == "classify" else privacy.windows)
+    return data.sequence_length * (privacy.windows if data.kind.windows else 1)
 
 
 def charged_unit(plan: Plan) -> str:
@@ -93,8 +88,7 @@ def things(plan: Plan) -> str:
     """The name of several units; empty without a privacy unit."""
     if plan.privacy.unit == "none":
         return ""
-    one = thing(plan)
-    return "prompts with their completions" if one.startswith("prompt") else f"{one}s"
+    return plan.data.kind.things if thing(plan) == plan.data.kind.thing else f"{thing(plan)}s"
 
 
 def relation(plan: Plan) -> str:

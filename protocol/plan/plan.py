@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from cloister.protocol.plan.settings import InWords, Only, Section
+from cloister.protocol.plan.tasks import Format, Kind, TaskName, kind_of
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
@@ -85,7 +86,8 @@ _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owne
 _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
-_GENERATE = Only("data.task", ("generate",))
+_GENERATE = Only("data.task", ("causal", "choices"))
+_CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
 _SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
 _BALANCED = Only("local.balance", ("weighted", "dynamic"))
@@ -173,12 +175,15 @@ class ModelSection(Section):
 class DataSection(Section):
     """What a record looks like at every site, and how records become token sequences."""
 
-    task: Annotated[Literal["generate", "classify"], Only("data.format", ("text",), when=("classify",))] = (
-        "generate"
-    )
-    """`generate`: the model learns each token from the tokens before it. `classify`: the model learns which of
-    `classes` a text belongs to (sequence classification), by a head that is trained with the model; texts
-    are cut to `sequence_length` tokens and never packed."""
+    task: Annotated[
+        TaskName,
+        Only("data.format", ("text",), when=("classify",)),
+        Only("data.format", ("prompt",), when=("choices",)),
+    ] = "causal"
+    """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
+    `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
+    model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
+    the model; texts are cut to `sequence_length` tokens and never packed."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
@@ -190,7 +195,7 @@ class DataSection(Section):
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
     weights. The weights are public numbers of the plan: weights from counts of the sites' records would reveal
     something about the records."""
-    format: Literal["text", "prompt", "messages"] = "text"
+    format: Format = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only."""
     text_field: Annotated[str, _TEXT] = "text"
@@ -199,10 +204,9 @@ class DataSection(Section):
     """Field that holds the prompt."""
     completion_field: Annotated[str, Only("data.format", ("prompt",))] = "completion"
     """Field that holds the completion."""
-    choices: Annotated[tuple[str, ...], _GENERATE, Only("data.format", ("prompt",))] = ()
+    choices: Annotated[tuple[str, ...], _CHOICES] = ()
     """Multiple choice: the completions that a record may have, spaces included. A record with
-    another completion cannot be used. Training is the same as without choices; an evaluation also counts which choice
-    is the most probable after each prompt."""
+    another completion cannot be used."""
     messages_field: Annotated[str, Only("data.format", ("messages",))] = "messages"
     """Field that holds the list of {role, content}."""
     owner: Annotated[str, _private("owner", required='"patient_id"')] = ""
@@ -222,9 +226,14 @@ class DataSection(Section):
     """Fraction of each site's records kept for evaluation and never trained on."""
 
     @property
+    def kind(self) -> Kind:
+        """What a record of the task is."""
+        return kind_of(self.task, self.format)
+
+    @property
     def label(self) -> str:
         """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
-        return "text" if self.task == "classify" else "token"
+        return self.kind.label
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -833,7 +842,7 @@ class Plan(Section):
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
-        return self._most_sequences() if self.data.task == "classify" else self.most_tokens()
+        return self.most_tokens() if self.data.kind.windows else self._most_sequences()
 
     def _most_sequences(self) -> int:
         local = self.local

@@ -11,8 +11,7 @@ from typing import Any
 from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.model import saved
 from cloister.lm.model.model import load_model, save_pretrained
-from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.figures import CONFUSION
+from cloister.lm.tasks.confusion import CONFUSION, Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure

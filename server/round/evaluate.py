@@ -1,7 +1,7 @@
 """Held-out evaluation of the global model: at the coordinator if it has records for that, else at the sites.
 
-The sites' totals of loss, correct labels, labels and bytes, and the cells of a confusion matrix, are summed in the same
-ring as updates; the coordinator learns the totals over all sites that answered.
+The sites' totals of loss, correct labels and labels, and the counters of the plan's task, are summed in the same ring
+as updates; the coordinator learns the totals over all sites that answered.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.aggregation.features.in_clear import LOSS, LOSS_SCALE, TOKENS
-from cloister.aggregation.sums import BYTES, CORRECT, confusion_counters
+from cloister.aggregation.sums import CORRECT
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model.model import LanguageModel, device_for
-from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.evaluate import HeldOut, held_out
+from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import prepare
+from cloister.lm.training.evaluate import held_out
 from cloister.protocol.errors import DataError
 from cloister.protocol.messages.messages import EVALUATE
 from cloister.protocol.plan.plan import Plan
@@ -75,8 +76,8 @@ def at_sites(party: Party) -> Evaluation:
             wrong = f"{sums[CORRECT]} correct of {sums[TOKENS]} labels"
             party.observe(NotEvaluated(round_number, total.attempts, wrong))
             return None
-        confusion = Confusion.of([sums[name] for name in confusion_counters(party.plan)])
-        return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], sums[BYTES], confusion.counts)
+        counts = {name: sums[name] for name in task_of(party.plan.data).counters()}
+        return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], counts)
 
     return evaluated
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from cloister.aggregation.features.feature import Summed
 from cloister.aggregation.vector.rotation import Floats
-from cloister.lm.tasks.evaluate import HeldOut
+from cloister.lm.tasks.task import HeldOut
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.messages.messages import TRAIN
 from cloister.server.record import journal as steps

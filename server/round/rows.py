@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from cloister.lm.tasks.figures import figures_of
+from cloister.lm.tasks.registry import task_of
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.phases import added
 from cloister.server.record.progress import Evaluated
@@ -60,7 +60,7 @@ class Rows:
         held_out = context.held_out(number)
         if held_out is None:
             return {}
-        found = figures_of(held_out, classified=context.party.plan.data.task == "classify")
+        found = task_of(context.party.plan.data).figures(held_out)
         context.party.observe(Evaluated(number, found))
         return found
 

@@ -16,8 +16,9 @@ from cloister.clients.setup.config import SiteConfig
 from cloister.clients.site import Site
 from cloister.clients.state.kept import DECLARED_ROUNDING
 from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.model import LanguageModel, device_for
-from cloister.lm.text.data import Prepared, Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import Terms

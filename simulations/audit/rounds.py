@@ -25,9 +25,10 @@ from cloister.aggregation.vector.rotation import Floats
 from cloister.clients.network.serve import answered
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.site import Simulated, Site
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.text.data import Prepared, Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.privacy.mechanism.events import Event
 from cloister.privacy.mechanism.noise import NoiseStream

@@ -26,7 +26,7 @@ from cloister.clients.training.dpsgd import ClippedSum, PerUnit, PrivateTrainer,
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Named
-from cloister.lm.text.data import Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.audit.fit import Draws, Noise
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -211,8 +211,8 @@ class CanaryTrainer(PrivateTrainer):
         self._real = 0
         # Opacus takes a whole unit at a time; a plan whose units do not fit has units of one sequence.
         windows = 2 if self._rows > 1 or self.method == "reference" else 1
-        tokens = np.tile(np.arange(plan.data.sequence_length, dtype=np.int32) % 2, (windows, 1))
-        labels = tokens[:, :1] if plan.data.task == "classify" else tokens
+        tokens = np.tile(np.arange(self.task.tokens_each, dtype=np.int32) % 2, (windows, 1))
+        labels = np.tile(np.arange(self.task.labels_each, dtype=np.int32) % 2, (windows, 1))
         far = np.full(windows, FAR**2, np.float32)
         self._unit = Sequences(tokens, labels, None, 0, np.array([0, windows]), far)
 

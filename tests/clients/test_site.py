@@ -27,6 +27,7 @@ from cloister.clients.state import attempt_files
 from cloister.clients.state.kept import ROUNDING_KEY, Kept, run_folder, update_path
 from cloister.clients.training.work import Here
 from cloister.lm.model.model import from_config
+from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.terms import terms_of
@@ -649,7 +650,7 @@ def test_sites_with_other_files_of_the_model_sign_no_sum_together(tmp_path: Path
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    from_config(made).save_pretrained(folder)
+    from_config(made, CAUSAL).save_pretrained(folder)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages }}", "other": "{{ messages }}"}
     tokenizer.save_pretrained(folder)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Site
 from cloister.lm.model.model import from_config
+from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import ModelError, StaleError
 from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN
@@ -39,7 +40,7 @@ class Moving:
             num_hidden_layers=1,
             num_attention_heads=2,
         )
-        from_config(made).save_pretrained(self.files)
+        from_config(made, CAUSAL).save_pretrained(self.files)
         byte_tokenizer().save_pretrained(self.files)
         model = [f"model.name={self.files}", "model.config={}", "model.tokenizer=auto"]
         scheme = "model.adapter.scheme=ffa-lora"

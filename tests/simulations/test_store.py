@@ -14,7 +14,8 @@ import pytest
 
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import preparation_of
-from cloister.lm.text.data import Preparation, Prepared, Store
+from cloister.lm.data.prepare import Preparation, Prepared
+from cloister.lm.data.store import Store
 from cloister.lm.text.tokenizer import load_tokenizer
 from cloister.privacy.accounting.claims import PROSE
 from cloister.protocol.errors import DataError

@@ -34,7 +34,7 @@ from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import whole
 from cloister.lm.parallel.parallelize import parallelize
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.optimizer import learning_rate
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream

@@ -19,7 +19,7 @@ from cloister.clients.training.dpsgd import PrivateTrainer, check_method
 from cloister.lm.model import writes
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.writes import names_of
-from cloister.lm.text.data import Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, PlanError, UpdateError
 from cloister.protocol.messages.messages import EVALUATE
@@ -261,7 +261,12 @@ def test_an_evaluation_does_not_depend_on_earlier_ones(
     Reformer draws in evaluations too."""
     auto: Any = AutoModelForCausalLM  # partly untyped
     auto.from_config(config).save_pretrained(tmp_path / "model")
-    asked = ["data.format=prompt", 'data.choices=["yes","no"]', "data.sequence_length=32"]
+    asked = [
+        "data.format=prompt",
+        "data.task=choices",
+        'data.choices=["yes","no"]',
+        "data.sequence_length=32",
+    ]
     model = [f"model.name={tmp_path / 'model'}", "model.tokenizer=bytes", "aggregation.secure=false"]
     records = [{"prompt": "?" * (1 + n % 3), "completion": ("yes", "no")[n % 2]} for n in range(80)]
     federation = Federation(tmp_path / "sites", parse("", [*model, *asked, *with_records(tmp_path, records)]))

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
 from cloister.lm.model.passes import Precision
-from cloister.lm.tasks.evaluate import evaluate
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import NOT_LEARNED, Sequences, prepare
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import Plan, PrivacySection
 from cloister.protocol.plan.soundness import parse
+from cloister.tests.parties.evaluated import evaluate
 from cloister.tests.tools.command import found, refusal, set_options
 from cloister.tests.tools.raises import raises
 

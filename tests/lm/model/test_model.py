@@ -24,6 +24,7 @@ from cloister.lm.model.model import (
 )
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.output.generate import generate
+from cloister.lm.tasks.auto import CAUSAL
 from cloister.protocol.errors import ModelError, StorageError, UpdateError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
@@ -542,7 +543,7 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "config.json")
     place = model_module.locate("owner/name", "v1")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_cache)
-    model_module.from_pretrained(place)
+    model_module.from_pretrained(place, CAUSAL)
     assert asked[0]["local_files_only"] is True
     assert asked[0]["revision"] == "v1"
     assert asked[0]["trust_remote_code"] is False

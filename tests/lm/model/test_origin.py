@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cloister.lm.model.model import from_config
 from cloister.lm.model.origin import origin
+from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import ModelSection
@@ -32,7 +33,7 @@ def model() -> PreTrainedModel:
         num_hidden_layers=1,
         num_attention_heads=2,
     )
-    return from_config(made)
+    return from_config(made, CAUSAL)
 
 
 def digest(module: PreTrainedModel) -> str:

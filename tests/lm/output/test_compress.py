@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model.model import load_saved
-from cloister.lm.tasks.evaluate import HeldOut, evaluate
+from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import prepare
 from cloister.server.record.folder import read_plan
+from cloister.tests.parties.evaluated import evaluate
 from cloister.tests.tools.command import done, found, lone_refusal
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,7 +51,9 @@ def check(facts: dict[str, Any], run: Path) -> Any:
     module = loaded(facts["folder"])
     again, after = held_out(module, run), facts["after"]
     assert again.loss == pytest.approx(after["loss"], rel=1e-5)
-    assert again.loss / math.log(2) * again.tokens / again.bytes == pytest.approx(after["bits_per_byte"])
+    assert again.loss / math.log(2) * again.tokens / again.counts["bytes"] == pytest.approx(
+        after["bits_per_byte"]
+    )
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert facts["before"]["loss"] == pytest.approx(row["loss"], rel=1e-5)
     assert after["tokens_per_second"] > 0

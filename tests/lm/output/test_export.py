@@ -16,16 +16,17 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
 from cloister.clients.ranks.resident import Resident
+from cloister.lm.data.prepare import prepare
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Layout
-from cloister.lm.tasks.evaluate import HeldOut, evaluate
 from cloister.lm.tasks.figures import FIGURES
+from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.corpus import corpus_records
-from cloister.lm.text.data import prepare
 from cloister.privacy.report.figures import at_most
 from cloister.server.record.folder import read_plan
 from cloister.server.record.report import gather
 from cloister.simulations.federation import open_site
+from cloister.tests.parties.evaluated import evaluate
 from cloister.tests.server.record.test_run_report import edit
 from cloister.tests.tools.command import done, found, lone_refusal
 from cloister.tests.tools.mutants import Mutant

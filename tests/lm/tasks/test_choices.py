@@ -20,12 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
+from cloister.lm.data.prepare import prepare
+from cloister.lm.data.store import load_prepared, write_prepared
 from cloister.lm.model.model import load_model, load_saved
 from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.evaluate import compare, subset
-from cloister.lm.text.data import NOT_LEARNED, load_prepared, prepare, write_prepared
+from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.records import Unusable
+from cloister.lm.text.sequences import NOT_LEARNED
 from cloister.lm.text.tokenizer import byte_tokenizer
+from cloister.lm.training.evaluate import Evaluator, subset
 from cloister.protocol.errors import DataError, PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
@@ -56,6 +59,7 @@ num_key_value_heads = 2
 
 [data]
 format = "prompt"
+task = "choices"
 choices = ["no", "no, never", "yes"]
 sequence_length = 32
 held_out = 0.2
@@ -215,7 +219,7 @@ def test_the_matrix_is_the_exact_sum_over_the_sites_of_what_the_saved_model_says
 @pytest.mark.parametrize("choices", [True, False])
 def test_masks_change_no_count_and_choices_nothing_else(secure: Made, tmp_path: Path, choices: bool) -> None:
     """A first round in clear, with and without choices."""
-    settings = ("aggregation.secure=false", "run.rounds=1", *(() if choices else ("data.choices=[]",)))
+    settings = ("aggregation.secure=false", "run.rounds=1", *(() if choices else ("data.task=causal",)))
     twin = Made(tmp_path, questions(90), *settings)
     same = ("params_sha256", "loss", "perplexity", "accuracy", "bits_per_byte", "tokens")
     counted = ("confusion", "choice_accuracy", "macro_precision", "macro_recall", "macro_f1")
@@ -244,8 +248,9 @@ def test_each_token_of_a_choice_counts_and_the_end_of_the_text(
         *_, second, first = sorted(sums)
         assert first - second > 1e-4, "float32 could give another order"
     assert others > 0 or choices == ("aaab", "caab", "aaad")
-    found = compare(module, made.asked, 3, batch_size, torch.device("cpu"))
-    assert found.confusion == ((0, 0, 0), tuple(expected), (0, 0, 0))
+    task = task_of(plan_of(*settings).data)
+    found = task.answers(Evaluator(task, module, batch_size, torch.device("cpu")), made.asked)
+    assert Confusion.counted(found.counts, "choice", 3).counts == ((0, 0, 0), tuple(expected), (0, 0, 0))
     assert (found.tokens, found.loss_nats) == (0, 0.0)
 
 
@@ -394,10 +399,10 @@ def test_choices_that_a_tokenizer_makes_equal_are_refused() -> None:
     [
         (
             ("data.format=text", 'data.choices=["a", "b"]'),
-            "data.choices",
-            'only valid with data.format = "prompt"',
+            "data.task",
+            'data.format = "prompt"',
         ),
-        (("data.format=messages", 'data.choices=["a", "b"]'), "data.choices", "only valid"),
+        (("data.task=causal", 'data.choices=["a", "b"]'), "data.choices", "only valid"),
         (('data.choices=["one"]',), "data.choices", "is 1: expected 2 to 256"),
         (('data.choices=["a", "b", "a"]',), "data.choices", "is 'a': expected 2 to 256"),
         (('data.choices=["a", ""]',), "data.choices", "is '': expected 2 to 256"),
@@ -416,4 +421,4 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], field: str, says:
 def test_the_counters_of_an_evaluation_are_those_of_the_choices() -> None:
     layout = Sums(plan_of(), 0).evaluation
     assert len(layout.counters) == len(set(layout.names)) == 4 + 9
-    assert len(Sums(plan_of("data.choices=[]"), 0).evaluation.counters) == 4
+    assert len(Sums(plan_of("data.task=causal"), 0).evaluation.counters) == 4

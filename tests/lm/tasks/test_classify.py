@@ -27,13 +27,14 @@ from transformers import (
 from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.training.dpsgd import PrivateTrainer
+from cloister.lm.data.prepare import Prepared, prepare, unit_rule
 from cloister.lm.model.model import LanguageModel, load_model, load_saved
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.evaluate import HeldOut, evaluate
-from cloister.lm.text.data import Prepared, Sequences, prepare, unit_rule
-from cloister.lm.text.examples import to_examples
+from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.records import Unusable
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.lm.training.optimizer import hidden_matrices
 from cloister.lm.training.train import Trainer
@@ -43,6 +44,7 @@ from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.server.record.folder import read_plan
 from cloister.server.record.progress import Event, RoundDone
+from cloister.tests.parties.evaluated import evaluate
 from cloister.tests.tools.command import done, found, lone_refusal, refusal, set_options
 from cloister.tests.tools.kills import kill_while, killed_run
 from cloister.tests.tools.raises import raises
@@ -177,8 +179,8 @@ def test_figures_are_those_worked_out_by_hand() -> None:
 
 
 def test_matrices_add_up() -> None:
-    one = HeldOut(1.0, 3, 8, 0, ((3, 0), (1, 4)))
-    assert (one + one).confusion == ((6, 0), (2, 8))
+    one = HeldOut(1.0, 3, 8, dict(zip(Confusion.names("class", 2), (3, 0, 1, 4), strict=True)))
+    assert Confusion.counted((one + one).counts, "class", 2).counts == ((6, 0), (2, 8))
     assert (HeldOut() + one) == one
 
 
@@ -188,7 +190,7 @@ def test_matrices_add_up() -> None:
 def examples_of(*records: dict[str, Any], settings: tuple[str, ...] = ()) -> list[Any]:
     data = plan_of(*settings).data
     unusable = Unusable()
-    made = [example for _, example in to_examples(records, byte_tokenizer(), data, unusable)]
+    made = [example for _, example in task_of(data).examples(records, byte_tokenizer(), unusable)]
     return [*made, unusable.left_out]
 
 
@@ -197,14 +199,14 @@ def test_a_label_is_the_place_of_its_name_in_the_plan() -> None:
         *({"note": "a", "kind": kind} for kind in (7, "no", "7", "yes")),
         settings=('data.classes=["no", "yes", "7"]', "data.text_field=note", "data.label_field=kind"),
     )
-    assert [example.label for example in made] == [2, 0, 2, 1]
+    assert [example.labels.tolist() for example in made] == [[2], [0], [2], [1]]
 
 
 @pytest.mark.parametrize("label", ["scald", None, True, 1.0, ["cold"], ""])
 def test_a_record_with_another_label_cannot_be_used(label: object) -> None:
     record = {"text": "fever", "label": label}
     *made, left_out = examples_of(record, {"text": "rash", "label": "skin"})
-    assert [example.label for example in made] == [1]
+    assert [example.labels.tolist() for example in made] == [[1]]
     assert left_out == {"without a label in data.classes": 1}
     with raises(DataError, "record 1, field label", says="cold, skin"):
         prepare([{"text": "fever", "label": "scald"}], byte_tokenizer(), plan_of().data, seed=0)
@@ -218,14 +220,14 @@ def test_a_text_has_the_tokens_on_which_users_call_the_saved_model(tmp_path: Pat
     records = [
         {"text": text, "label": "bone"} for text in ("a", "a knee that aches in the morning", "hip", "")
     ]
-    made = list(to_examples(records, tokenizer, plan_of().data, Unusable()))
+    made = list(task_of(plan_of().data).examples(records, tokenizer, Unusable()))
     for (record, example), length in zip(made[:3], (3, 16, 5), strict=True):
         called = tokenizer(record["text"], truncation=True, max_length=16)["input_ids"]
         assert example.tokens.tolist() == called
         assert len(called) == length
     assert len(made[3][1]) == 0
     with raises(DataError, "data.sequence_length"):
-        list(to_examples(records, tokenizer, plan_of("data.sequence_length=2").data, Unusable()))
+        list(task_of(plan_of("data.sequence_length=2").data).examples(records, tokenizer, Unusable()))
 
 
 def test_each_text_is_a_sequence_with_its_class() -> None:
@@ -236,7 +238,7 @@ def test_each_text_is_a_sequence_with_its_class() -> None:
     for part in (made.train, made.held_out):
         assert part.labels.shape == (len(part), 1)
         assert part.n_tokens == len(part)
-        np.testing.assert_array_equal(part.targets(), part.labels)
+        np.testing.assert_array_equal(task_of(plan_of().data).targets(part.labels), part.labels)
         for tokens, (label,) in zip(part.tokens, part.labels, strict=True):
             text = bytes(token for token in tokens if token < 256).decode()
             seen.append((text, CLASSES[label]))
@@ -312,13 +314,13 @@ def test_loss_and_gradient_are_those_of_transformers_on_texts_without_padding(
         out = plain(input_ids=text, labels=torch.tensor(label).long())
         losses.append(out.loss)
         given.append(int(out.logits.argmax()))
-    sums = evaluate(model.module, data, 4, CPU)
+    sums = evaluate(model.module, data, 4, CPU, task=task_of(plan_of().data))
     assert sums.loss_nats == pytest.approx(torch.stack(losses).sum().item(), rel=1e-5)
     expected = np.zeros((3, 3), int)
     for (true,), other in zip(data.labels, given, strict=True):
         expected[true, other] += 1
-    assert sums.confusion == tuple(map(tuple, expected.tolist()))
-    assert (sums.correct, sums.tokens, sums.bytes) == (int(np.trace(expected)), 6, 0)
+    assert Confusion.counted(sums.counts, "class", 3).counts == tuple(map(tuple, expected.tolist()))
+    assert (sums.correct, sums.tokens) == (int(np.trace(expected)), 6)
 
     torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
     wanted = {name: each.grad for name, each in plain.named_parameters()}
@@ -574,11 +576,11 @@ def test_a_weight_raises_the_recall_of_a_rare_class(tmp_path: Path) -> None:
         (('data.classes=["a", "b", "a"]',), "data.classes", "is 'a': expected 2 to 256"),
         (('data.classes=["a", ""]',), "data.classes", "is '': expected 2 to 256"),
         (
-            ("data.task=generate", 'data.classes=["a", "b"]'),
+            ("data.task=causal", 'data.classes=["a", "b"]'),
             "data.classes",
             'only valid with data.task = "classify"',
         ),
-        (("data.task=generate", "data.classes=[]", "data.label_field=kind"), "data.label_field", "kind"),
+        (("data.task=causal", "data.classes=[]", "data.label_field=kind"), "data.label_field", "kind"),
         (("data.class_weights=[1.0, 2.0]",), "data.class_weights", "is 2: expected 3"),
         (("data.class_weights=[1.0, 0.0, 1.0]",), "data.class_weights[1]", "0.0"),
         (("data.class_weights=[1.0, -1.0, 1.0]",), "data.class_weights[1]", "-1.0"),
@@ -586,7 +588,7 @@ def test_a_weight_raises_the_recall_of_a_rare_class(tmp_path: Path) -> None:
         (("data.class_weights=[1.0, nan, 1.0]",), "data.class_weights[1]", "nan"),
         (("data.class_weights=[1.0, 1001.0, 1.0]",), "data.class_weights[1]", "1001.0"),
         (
-            ("data.task=generate", "data.classes=[]", "data.class_weights=[1.0]"),
+            ("data.task=causal", "data.classes=[]", "data.class_weights=[1.0]"),
             "data.class_weights",
             "only valid with data.task",
         ),
@@ -605,9 +607,9 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], field: str, says:
 
 def test_the_heaviest_site_and_the_counters_are_those_of_texts() -> None:
     assert Sums(plan_of(), 10).training.heaviest == 6 * 8
-    assert Sums(plan_of("data.task=generate", "data.classes=[]"), 10).training.heaviest == 6 * 8 * 16
+    assert Sums(plan_of("data.task=causal", "data.classes=[]"), 10).training.heaviest == 6 * 8 * 16
     layout = Sums(plan_of(), 0).evaluation
-    assert len(layout.counters) == len(set(layout.names)) == 4 + 9
+    assert len(layout.counters) == len(set(layout.names)) == 3 + 9
     counts = {name: 2**40 + index for index, name in enumerate(layout.names)}
     total = 3 * layout.ring.encode_counters([counts[name] for name in layout.names])
     assert layout.open(total.astype(layout.ring.dtype), 3).counters == {
@@ -698,7 +700,7 @@ def test_commands_that_need_a_language_model_refuse_a_classifier(
     full: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = lone_refusal(capsys, "generate", str(full.run), "--prompt", "a")
-    assert "data.task is 'classify': expected \"generate\"" in line
+    assert "data.task is 'classify': expected causal or choices" in line
     line = lone_refusal(capsys, "compress", str(full.run), "--prune", "0.5")
     assert "only a causal LM can be compressed" in line
     assert not (full.run / "compressed").exists()

@@ -13,14 +13,16 @@ from torch.nn import functional
 from cloister.aggregation.features.in_clear import TOKENS
 from cloister.aggregation.sums import Sums
 from cloister.lm.model.model import LanguageModel, load_model
-from cloister.lm.tasks.evaluate import HeldOut, evaluate, subset
-from cloister.lm.text.data import NOT_LEARNED, Sequences, next_tokens
+from cloister.lm.tasks.task import HeldOut
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, next_tokens
+from cloister.lm.training.evaluate import subset
 from cloister.privacy.accounting.terms import terms_of
 from cloister.protocol.errors import PlanError
 from cloister.protocol.messages.messages import EVALUATE
 from cloister.protocol.plan.soundness import parse
 from cloister.server.round.evaluate import at_coordinator
 from cloister.simulations.audit.audited import played
+from cloister.tests.parties.evaluated import CAUSAL, evaluate
 from cloister.tests.parties.federation import RECORD, Federation, tiny, whole, write_records
 from cloister.tests.tools.raises import raises
 
@@ -74,7 +76,7 @@ def test_sums_equal_a_loop_over_single_labels(model: LanguageModel) -> None:
                 count += 1
     found = evaluate(model.module, sequences, 3, CPU)
     assert found.loss_nats == pytest.approx(loss, rel=1e-6)
-    assert (found.correct, found.tokens, found.bytes) == (correct, count, 50)
+    assert (found.correct, found.tokens, found.counts) == (correct, count, {"bytes": 50})
     assert count == sequences.n_tokens
 
 
@@ -178,16 +180,16 @@ def test_bfloat16_is_close_to_float32_and_is_not_it(model: LanguageModel) -> Non
 def test_nothing_to_score(model: LanguageModel) -> None:
     none = np.zeros((0, 16), np.int32)
     empty = evaluate(model.module, Sequences(none, none, None, 0), 4, CPU)
-    assert empty == HeldOut()
-    assert all(map(math.isnan, (empty.loss, empty.perplexity, empty.accuracy, empty.bits_per_byte)))
+    assert empty == HeldOut(counts={"bytes": 0})
+    assert all(map(math.isnan, CAUSAL.figures(empty).values()))
 
 
 def test_derived_figures() -> None:
-    sums = HeldOut(loss_nats=math.log(2) * 60, correct=5, tokens=20, bytes=30)
+    sums = HeldOut(loss_nats=math.log(2) * 60, correct=5, tokens=20, counts={"bytes": 30})
     assert sums.loss == pytest.approx(3 * math.log(2))
     assert sums.perplexity == pytest.approx(8)
     assert sums.accuracy == 0.25
-    assert sums.bits_per_byte == pytest.approx(2)
+    assert CAUSAL.figures(sums)["bits_per_byte"] == pytest.approx(2)
     assert HeldOut(loss_nats=1e6, tokens=1).perplexity == math.inf
 
 

@@ -17,21 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from cloister.lm.text.data import (
-    NOT_LEARNED,
-    Preparation,
-    Prepared,
-    Sequences,
-    UnitRule,
-    batches,
-    cached,
-    check_usable,
-    load_prepared,
-    prepare,
-    unit_rule,
-    write_prepared,
-)
+from cloister.lm.data.prepare import Preparation, Prepared, UnitRule, check_usable, prepare, unit_rule
+from cloister.lm.data.store import cached, load_prepared, write_prepared
 from cloister.lm.text.records import Unusable
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, batches
 from cloister.lm.text.tokenizer import END, byte_tokenizer
 from cloister.protocol.errors import DataError, StorageError
 from cloister.protocol.plan.plan import DataSection, PrivacySection

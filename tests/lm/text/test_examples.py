@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.chat import compiled, render
-from cloister.lm.text.examples import ANSWER, CONTEXT, Example, to_examples
+from cloister.lm.text.examples import ANSWER, CONTEXT, Example
 from cloister.lm.text.records import Records, Unusable, read_each, read_records
 from cloister.lm.text.tokenizer import END, PAD, byte_tokenizer, tokenizer_digest
 from cloister.protocol.errors import DataError
@@ -60,7 +61,9 @@ def examples(
 ) -> list[Example]:
     """The examples of all records; refuses one that cannot be used."""
     unusable = Unusable()
-    found = [example for _, example in to_examples(records, tokenizer, DataSection(format=format_), unusable)]
+    found = [
+        example for _, example in task_of(DataSection(format=format_)).examples(records, tokenizer, unusable)
+    ]
     if unusable.first is not None:
         raise unusable.first
     return found
@@ -524,9 +527,9 @@ def test_a_template_that_lacks_stack_or_memory_leaves_out_no_chat_of_a_site_alon
         monkeypatch.setattr("cloister.lm.text.chat.render", Mock(side_effect=MemoryError))
     rows, data = [chat_of("x" * 5000)], DataSection(format="messages")
     with raises(DataError, "record 1"):
-        list(to_examples(rows, tokenizer, data, Unusable(open_=True)))
+        list(task_of(data).examples(rows, tokenizer, Unusable(open_=True)))
     unusable = Unusable()
-    assert list(to_examples(rows, tokenizer, data, unusable)) == []
+    assert list(task_of(data).examples(rows, tokenizer, unusable)) == []
     assert unusable.left_out == {"refused by the chat template": 1}
 
 
@@ -558,10 +561,10 @@ def test_a_record_on_which_a_tokenizer_fails_is_left_out_alone(name: str, format
         for said in ("one", name, "two", "x")
     ]
     data, unusable = DataSection(format=format_), Unusable()
-    found = list(to_examples(rows, tokenizer, data, unusable))
+    found = list(task_of(data).examples(rows, tokenizer, unusable))
     assert [record for record, _ in found] == [rows[0], *rows[2:]]
     assert unusable.left_out == {"refused by the tokenizer": 1}
-    others = to_examples([rows[0], *rows[2:]], tokenizer, data, Unusable())
+    others = task_of(data).examples([rows[0], *rows[2:]], tokenizer, Unusable())
     for (_, one), (_, two) in zip(found, others, strict=True):
         assert np.array_equal(one.tokens, two.tokens)
 

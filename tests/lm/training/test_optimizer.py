@@ -13,7 +13,7 @@ from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Weights
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.moments import Carry, Moments
 from cloister.lm.training.muon import Muon, iterations_in
 from cloister.lm.training.optimizer import (

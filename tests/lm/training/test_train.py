@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.text.data import NOT_LEARNED, Sequences, batches
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.optimizer import learning_rate
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.protocol.errors import DataError, ModelError, StorageError, UpdateError
@@ -284,7 +284,7 @@ def test_another_process_gives_the_same_weights_and_the_same_bits(tmp_path: Path
 import hashlib, sys, numpy as np, torch
 torch.set_num_threads(1); torch.manual_seed(3)
 from cloister.lm.training.train import Trainer
-from cloister.lm.text.data import Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.protocol.plan.soundness import from_json
 plan, adapted = map(from_json, sys.stdin.read().split("\\0"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,7 +20,7 @@ from cloister.lm.model.passes import Forward
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Held, Named
 from cloister.lm.parallel.parallelize import parallelize
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.train import LocalUpdate
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.plan.plan import Plan
@@ -94,10 +95,10 @@ def train_with_a_failing_unit(ranks: DeviceMesh | None, *, jobs: Sequence[Privat
     assert starts is not None
     bad, call = jobs[0].sequences.tokens[starts[2] - 1], Forward.__call__
 
-    def forward(self: Forward, inputs: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def forward(self: Forward, inputs: torch.Tensor, *more: Any) -> Any:
         if (inputs.numpy() == bad).all(-1).any():
             raise IndexError("index 290 is out of bounds")
-        return call(self, inputs, positions)
+        return call(self, inputs, *more)
 
     with mock.patch.object(Forward, "__call__", forward):
         return train_privately(ranks, jobs=jobs)

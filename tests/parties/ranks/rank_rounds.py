@@ -23,14 +23,17 @@ from cloister.lm.model.weights import Weights
 from cloister.lm.parallel import shards
 from cloister.lm.parallel.parallelize import parallelize
 from cloister.lm.parallel.shards import Shards
-from cloister.lm.tasks.evaluate import HeldOut, compare, evaluate
-from cloister.lm.text.data import NOT_LEARNED, Sequences
+from cloister.lm.tasks.choices import Choices
+from cloister.lm.tasks.task import HeldOut
+from cloister.lm.text.sequences import NOT_LEARNED, Sequences
+from cloister.lm.training.evaluate import Evaluator
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages import blocks
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import DataSection, Plan
 from cloister.protocol.plan.soundness import from_json, parse
+from cloister.tests.parties.evaluated import evaluate
 
 CPU = torch.device("cpu")
 SITE = (7, 1)
@@ -193,7 +196,8 @@ def score(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
     weights.place(start_of(job))
     found = evaluate(model.module, packed(7) if job.packed else some(7), 4, CPU, weights=weights)
     asked = replace(some(15), answers=np.arange(5, dtype=np.int32) % 3)
-    return found + compare(model.module, asked, 3, 4, CPU, weights=weights)
+    task = Choices(DataSection(task="choices", format="prompt", choices=("a", "b", "c")))
+    return found + task.answers(Evaluator(task, model.module, 4, CPU, weights=weights), asked)
 
 
 def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:

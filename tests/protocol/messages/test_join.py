@@ -26,8 +26,9 @@ from cloister.clients.network.serve import answered
 from cloister.clients.site import Site
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.kept import Written
+from cloister.lm.data.prepare import Prepared
+from cloister.lm.data.store import load_prepared
 from cloister.lm.text import examples, records
-from cloister.lm.text.data import Prepared, load_prepared
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import DataError, ModelError
 from cloister.protocol.messages.messages import NOTHING_CARRIED, Contribution, Failed, Inbox, Joined, Request

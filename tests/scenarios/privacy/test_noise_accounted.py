@@ -186,7 +186,7 @@ STEP_MUTANTS = [
 ]
 OWNER_MUTANTS = [
     LESS_NOISE_IN_STEPS[0],
-    Mutant("lm.text.data:unit_rule", 'if privacy.unit == "owner":', "if False:"),
+    Mutant("lm.data.prepare:unit_rule", 'if privacy.unit == "owner":', "if False:"),
 ]
 
 

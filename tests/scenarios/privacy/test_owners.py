@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cloister.cli.main import main
-from cloister.lm.text import data
-from cloister.lm.text.data import UnitRule
+from cloister.lm.data import prepare
+from cloister.lm.data.prepare import UnitRule
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import SampledGaussian, from_json
 from cloister.privacy.report.report import verdict
@@ -104,7 +104,7 @@ def test_records_as_units_would_let_one_owner_change_it_by_more(
     federate: Callable[..., Federation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = federate()
-    monkeypatch.setattr(data, "unit_rule", lambda *_: UnitRule("record", 4))
+    monkeypatch.setattr(prepare, "unit_rule", lambda *_: UnitRule("record", 4))
     with_it, without = summed(federation, [*OTHERS, *MANY]), summed(federation, OTHERS)
     assert np.linalg.norm(with_it.sums[0] - without.sums[0]) > 10 * CLIP
 

@@ -18,7 +18,7 @@ import torch
 from cloister.cli.main import main
 from cloister.clients.training.dpsgd import ClippedSum, PerUnit, PrivateTrainer, UnitGradients
 from cloister.lm.model.weights import Named
-from cloister.lm.text.data import Sequences
+from cloister.lm.text.sequences import Sequences
 from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.audit.fit import Check

@@ -1,0 +1,73 @@
+"""The automatic classes of transformers that tasks train, and by which saved models are loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Auto:
+    """An automatic class of transformers."""
+
+    name: str
+    """Its name."""
+    known: str
+    """The name of the mapping from the model types that it knows, in transformers' `modeling_auto`."""
+    called: str
+    """What such a model is called."""
+    ends: tuple[str, ...]
+    """How the names of its models' classes end."""
+    peft: str | None
+    """PEFT's task type; None: it has none."""
+    pipeline: str
+    """The task of a model card, by the hub's name."""
+    head: bool = False
+    """Whether a model has a head that its checkpoint may lack, and that is trained as a whole beside an adapter."""
+
+    @property
+    def cls(self) -> Any:
+        """The class, which transformers leaves untyped."""
+        import transformers
+
+        return getattr(transformers, self.name)
+
+    def types(self) -> Mapping[str, Any]:
+        """The model types that it knows."""
+        from transformers.models.auto import modeling_auto
+
+        types: Mapping[str, Any] = getattr(modeling_auto, self.known)
+        return types
+
+
+CAUSAL = Auto(
+    "AutoModelForCausalLM",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "causal LM",
+    ("ForCausalLM", "LMHeadModel"),
+    "CAUSAL_LM",
+    "text-generation",
+)
+SEQUENCE_CLASSIFIER = Auto(
+    "AutoModelForSequenceClassification",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "sequence classifier",
+    ("ForSequenceClassification",),
+    "SEQ_CLS",
+    "text-classification",
+    head=True,
+)
+
+AUTO = (CAUSAL, SEQUENCE_CLASSIFIER)
+
+
+def auto_of(architectures: Sequence[str] | None) -> Auto:
+    """The class of a model by the names of its model's classes: a causal LM if none is known."""
+    names = [name for name in architectures or () if name]
+    return next((auto for auto in AUTO if any(name.endswith(auto.ends) for name in names)), CAUSAL)
+
+
+def auto_of_adapter(task_type: str | None) -> Auto:
+    """The class of an adapter's base model, by PEFT's task type."""
+    return next((auto for auto in AUTO if auto.peft == task_type), CAUSAL)
