@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
                 fix=f"continue it with: {files.resume_command()}",
             )
     else:
-        plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-        out = folder_for(arguments.out, Path("runs"), plan.run.name)
-        with RunFolder.create(out, plan) as folder:
+        chosen = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+        out = folder_for(arguments.out, Path("runs"), chosen.run.name)
+        with RunFolder.create(out, chosen) as folder:
             try:
                 prepare(folder, observe)
             except BaseException:
