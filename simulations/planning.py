@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.protocol.errors import PlanError
+from cloister.protocol.errors import AccountingError
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from cloister.privacy.accounting.accountant import Spent
     from cloister.privacy.accounting.terms import Terms
 
-_dimensions: dict[str, int] = {}
+_dimensions: dict[tuple[str, int], int] = {}
 
 
 def epsilon(plan: Contract, *, group: int = 1) -> float:
@@ -24,7 +25,8 @@ def epsilon(plan: Contract, *, group: int = 1) -> float:
         group: So many units together, such as the records of one person.
 
     Raises:
-        PlanError: the plan has no privacy unit, or a target that no noise meets.
+        AccountingError: the plan has no privacy unit.
+        PlanError: no noise meets its target.
     """
     return cost(_known(plan), plan.run.rounds, group).epsilon
 
@@ -33,7 +35,8 @@ def calibrate(plan: Contract, *, epsilon: float) -> Plan:
     """The plan with the least noise multiplier with which its whole run costs at most an epsilon, at its delta.
 
     Raises:
-        PlanError: the plan has no privacy unit, or no noise meets that epsilon.
+        AccountingError: the plan has no privacy unit.
+        PlanError: no noise meets that epsilon.
     """
     least = terms_with(plan, target_epsilon=epsilon).noise_multiplier
     return _with(plan, noise_multiplier=rounded_up(least))
@@ -55,7 +58,7 @@ def terms_with(plan: Contract, **wanted: float | None) -> Terms:
     """The privacy of a plan with another `noise_multiplier` or `target_epsilon`, and without a budget.
 
     Raises:
-        PlanError: as `calibrate`.
+        AccountingError, PlanError: as `calibrate`.
     """
     return _known(_with(plan, **wanted))
 
@@ -78,7 +81,7 @@ def _known(plan: Contract) -> Terms:
 
 def _check_unit(plan: Contract) -> None:
     if plan.privacy.unit == "none":
-        raise PlanError("privacy.unit", "none", expected="a unit: without one there is no cost")
+        raise AccountingError("privacy.unit", "none", expected="a unit: without one there is no cost")
 
 
 def dimension_of(plan: Contract) -> int:
@@ -87,7 +90,8 @@ def dimension_of(plan: Contract) -> int:
         return 1
     from cloister.lm.model.model import count_parameters  # takes seconds to import
 
-    key = plan.model.model_dump_json()
+    config = Path(plan.model.name).expanduser() / "config.json"
+    key = plan.model.model_dump_json(), config.stat().st_mtime_ns if config.is_file() else 0
     if key not in _dimensions:
         _dimensions[key] = count_parameters(plan).trained
     return _dimensions[key]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cloister.clients.embedded import Site as Site
-    from cloister.simulations.planning import calibrate as calibrate
-    from cloister.simulations.planning import epsilon as epsilon
     from cloister.protocol import errors as errors
     from cloister.protocol.plan import plan as plan
     from cloister.protocol.plan.soundness import Plan as Plan
     from cloister.server.federation.embedded import Coordinator as Coordinator
+    from cloister.simulations.planning import calibrate as calibrate
+    from cloister.simulations.planning import epsilon as epsilon
     from cloister.simulations.run import Run as Run
     from cloister.simulations.run import simulate as simulate
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, check_again, chosen_plan, folder_for
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import describe
 from cloister.cli.show.follow import follow
 from cloister.protocol.errors import RunFolderError
+from cloister.server.display import describe
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.progress import Event
 

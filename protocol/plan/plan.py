@@ -51,7 +51,16 @@ MOST_GROUPS = 100
 MOST_CLASSES = 256
 """Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
 
+SiteName = Annotated[
+    str,
+    Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$"),
+    InWords("letters, digits, dashes, underscores, starting with a letter or digit"),
+]
+
 ClassWeight = Annotated[float, Field(ge=1e-3, le=1e3)]
+
+GIVEN = "given:"
+"""How a source begins of records that a Python program gave: what follows is their SHA-256 in hex."""
 
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
@@ -100,6 +109,7 @@ _UNCORRELATED = Only(
     why="later rounds cancel the noise of earlier ones only if all train the same parameters with the same clipping "
     "norm",
 )
+_SHARED_OUT = Only("simulation.sites", ((),))
 _OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
 
 
@@ -657,14 +667,19 @@ class SimulationSection(PlanSection):
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
     label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
-    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
-    split: str = "train"
+    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record.
+    `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
+    sites: Annotated[
+        tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
+    ] = ()
+    """Names of the sites whose records were given, in the order of the sites."""
+    split: Annotated[str, _SHARED_OUT] = "train"
     """Split of a hub data set."""
-    partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
+    partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "size"], _SHARED_OUT] = "auto"
     """`natural`: each group of `field` goes whole to one site. `iid`: at random. `dirichlet`: label proportions per
     site drawn from Dirichlet(alpha). `size`: at random, with site sizes proportional to 1, 2, 3 and so on. `auto`:
     `natural` with a field, else `iid`."""
-    field: str = ""
+    field: Annotated[str, _SHARED_OUT] = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
     `label`)."""
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5

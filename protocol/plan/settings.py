@@ -44,7 +44,7 @@ Because = Literal["charge", "mask", "definition"]
 would not be what is done. `mask`: the secure sum would not hide a vector, or could not be opened. `definition`: the
 settings contradict what they mean, or one has no effect."""
 
-_UNSET = ((None,), ("",))
+_UNSET = ((None,), ("",), ((),))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -134,9 +133,8 @@ load, parse, from_json = Plan.load, Plan.parse, _SOUND.from_json
 
 def shipped_plans() -> dict[str, str]:
     """The text of each plan that comes with the program, by name."""
-    entries = files("cloister.protocol.plan.shipped").iterdir()
-    texts = ((entry.name, entry) for entry in entries if entry.name.endswith(".toml"))
-    return {name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for name, entry in texts}
+    paths = sorted(Path(__file__).with_name("shipped").glob("*.toml"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 def changed(plan: Contract, values: Mapping[str, Any]) -> Plan:
@@ -467,8 +465,22 @@ def _of_balance(plan: Contract) -> Iterator[Refusal]:
             )
 
 
+_NOT_A_SITE = ("coordinator", "sequences")
+"""Names that another party, or a folder beside those of the sites, has."""
+
+
 def _of_simulation(plan: Contract) -> Iterator[Refusal]:
-    """Profiles of more than all sites."""
+    """Profiles of more than all sites; names that are not one for each site."""
+    names = plan.simulation.sites
+    wrong = [name for name, times in Counter(names).items() if times > 1 or name in _NOT_A_SITE]
+    if names and (wrong or len(names) != plan.cohort.sites):
+        yield Refusal(
+            "simulation.sites",
+            f"{plan.cohort.sites} different names, as many as cohort.sites, and none of {', '.join(_NOT_A_SITE)}",
+            "name each site once",
+            "definition",
+            wrong[0] if wrong else len(names),
+        )
     shares = sum(profile.share for profile in plan.simulation.profiles)
     if shares > 1 + 1e-9:
         yield Refusal(
