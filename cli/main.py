@@ -101,7 +101,9 @@ def command_parser(names: Sequence[str] = VERBS, *, options: bool = True) -> arg
             of_verb.set_defaults(act=getattr(verb, "run", None))
             verb.options(of_verb)
         else:
-            with open(os.path.join(os.path.dirname(__file__), "verbs", f"{name}.py"), encoding="utf-8") as file:
+            with open(
+                os.path.join(os.path.dirname(__file__), "verbs", f"{name}.py"), encoding="utf-8"
+            ) as file:
                 verbs.add_parser(name, **said(file.read().split('"""', 2)[1]))
     return parser
 

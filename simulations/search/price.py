@@ -186,5 +186,3 @@ def _corners(plan: Plan, search: Search) -> list[tuple[Event, ...]]:
         with suppress(PlanError):
             found[_run(plan, dict(zip((one.field for one in priced), values, strict=True)))] = None
     return list(found) or [usual]
-
-

@@ -573,7 +573,9 @@ GRPC = next(
     each.specifier
     for each in map(
         Requirement,
-        tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]["dependencies"],
+        tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"][
+            "dependencies"
+        ],
     )
     if each.name == "grpcio"
 )
