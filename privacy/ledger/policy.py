@@ -17,9 +17,10 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import Field, model_validator
 
 from cloister.protocol.errors import PolicyError
-from cloister.protocol.plan.plan import SMALLEST_COHORT, Plan
+from cloister.protocol.plan.plan import SMALLEST_COHORT, ModelSection, Plan
 from cloister.protocol.plan.settings import InWords, Section, Settings
 
+_MAIN = ModelSection().revision
 Unit = Literal["none", "record", "window", "owner", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
 
@@ -57,10 +58,12 @@ class Policy(Section):
     ] = ""
     """Hash of the one roster that is accepted, in hex; empty: any."""
     models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any."""
+    """Names of the models that are accepted, or patterns with `*`, `?` and `[...]`; empty: any. `NAME@REVISION` accepts
+    that revision of a hub name (`model.revision`), NAME its branch `main` alone, whatever that has on the day. A commit
+    as the revision, or a folder of the site's own, is what was read."""
     tokenizers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names of the tokenizers that are accepted, or patterns as in `models`; empty: any. `model.tokenizer = "auto"`
-    offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A tokenizer brings its chat
+    """Names of the tokenizers that are accepted, with their revisions, as in `models`; empty: any.
+    `model.tokenizer = "auto"` offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A tokenizer brings its chat
     template, a program that sees every record."""
     adapters: tuple[Scheme, ...] = ()
     """Adapter schemes that are accepted; empty: any."""
@@ -145,10 +148,11 @@ class Policy(Section):
             _refuse("secure_required", "aggregation.secure", plan.aggregation.secure, "true")
         if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
             _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
-        if self.models and not any(fnmatchcase(model.name, pattern) for pattern in self.models):
-            _refuse("models", "model.name", model.name, _one_of(self.models))
-        if self.tokenizers and not any(fnmatchcase(tokenizer, pattern) for pattern in self.tokenizers):
-            _refuse("tokenizers", "model.tokenizer", tokenizer, _one_of(self.tokenizers))
+        if self.models and not _listed(model.name, model.revision, self.models):
+            _refuse("models", "model.name", _named(model.name, model.revision), _one_of(self.models))
+        of = model.revision if model.tokenizer == "auto" and tokenizer == model.name else _MAIN
+        if self.tokenizers and not _listed(tokenizer, of, self.tokenizers):
+            _refuse("tokenizers", "model.tokenizer", _named(tokenizer, of), _one_of(self.tokenizers))
         if self.adapters and scheme not in self.adapters:
             _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))
         if self.most_rounds is not None and not plan.run.rounds <= self.most_rounds:
@@ -170,6 +174,21 @@ def load_policy(path: Path) -> Policy:
     if not policy.model_fields_set:  # a truncated file would demand less than its site expects
         raise PolicyError("policy", str(path), expected="at least one demand; this file has none")
     return policy
+
+
+def _listed(name: str, revision: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a pattern accepts a name at a revision: one without a revision accepts the default branch alone."""
+    for pattern in patterns:
+        if revision == _MAIN and fnmatchcase(name, pattern):
+            return True
+        of, at, wanted = pattern.rpartition("@")
+        if at and fnmatchcase(name, of) and fnmatchcase(revision, wanted):
+            return True
+    return False
+
+
+def _named(name: str, revision: str) -> str:
+    return name if revision == _MAIN else f"{name}@{revision}"
 
 
 def _refuse(demand: str, what: str, offered: object, accepted: str) -> NoReturn:
