@@ -177,6 +177,8 @@ class Site:
         """
         plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
+        if self._simulated is DEPLOYED:  # a simulated site runs what its own person has started
+            demands.check_package(plan)
         demands.check_new(plan, request.run)
         base = checked_base(request, plan)
         again = demands.has_joined(plan, request.run)
