@@ -52,7 +52,7 @@ class Result:
 
 
 def plan_of(kind: str, seed: int, changes: list[str]) -> Plan:
-    shipped = Path(str(files("cloister.simulations.plans").joinpath("correlated-sites.toml")))
+    shipped = Path(str(files("cloister.protocol.plan.shipped").joinpath("correlated-sites.toml")))
     return load(
         shipped, [f"privacy.correlated.buffers={KINDS[kind]}", f"simulation.noise_seed={seed}", *changes]
     )

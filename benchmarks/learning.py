@@ -146,7 +146,7 @@ def central(choice: Choice, steps: int) -> list[str]:
 
 def plan_of(settings: list[str]) -> Plan:
     """The shipped `not-private`, changed."""
-    text = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
+    text = files("cloister.protocol.plan.shipped").joinpath("not-private.toml").read_text(encoding="utf-8")
     return parse(text, [*COMMON, *settings])
 
 

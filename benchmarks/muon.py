@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a step of Muon beside torch's")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
-    shipped = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
+    shipped = files("cloister.protocol.plan.shipped").joinpath("not-private.toml").read_text(encoding="utf-8")
     plan = parse(shipped, [])
     torch.set_num_threads(plan.local.threads)
     module = load_model(plan).module

@@ -90,7 +90,7 @@ held_out = 0.0
 """
 PEER_SITES, PEER_SEQUENCES, PEER_LENGTH = 20, 20, 64
 PASSES, WARM_UP = 3, 2
-PEERS = Path(__file__).parents[1] / ".venv-pfl" / "bin" / "python"
+PEERS = Path(__file__).resolve().parents[1] / ".venv-pfl" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def measure_beside_peer(case: Case, rounds: int) -> PeerResult:
             for threads in {1, os.cpu_count() or 1} if installed else ():
                 command = (
                     str(PEERS),
-                    str(Path(__file__).with_name("pfl_rounds.py")),
+                    str(Path(__file__).resolve().with_name("pfl_rounds.py")),
                     str(model),
                     str(sequences),
                 )

@@ -209,7 +209,7 @@ def mask_rows(length: int) -> list[dict[str, Any]]:
 
 def against_flower(rounds: int) -> dict[str, float]:
     """Medians of a round here and of one of Flower's, with both of its graphs, measured in turns."""
-    beside = [str(Path(__file__).with_name("flower_secagg.py")), "--json", "--rounds", str(rounds)]
+    beside = [str(Path(__file__).resolve().with_name("flower_secagg.py")), "--json", "--rounds", str(rounds)]
     beside += ["--sites", str(SITES), "--coordinates", str(COORDINATES)]
     own: list[tuple[float, float]] = []
     flower: list[float] = []

@@ -387,7 +387,7 @@ def options() -> argparse.ArgumentParser:
 
 def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
     """The figures of one mesh."""
-    shipped = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
+    shipped = files("cloister.protocol.plan.shipped").joinpath("not-private.toml").read_text(encoding="utf-8")
     settings = [
         f"run.rounds={arguments.repeats + 1}",
         f"local.steps={arguments.steps}",
@@ -404,7 +404,7 @@ def row(arguments: argparse.Namespace, degrees: str) -> dict[str, object]:
     mesh, devices = mesh_for(whole, section, arguments.device)
     if whole.local.batch_size % mesh.data:
         raise SystemExit(f"local.batch_size is {whole.local.batch_size}: expected a multiple of {mesh.data}")
-    plans = {"bare": whole, "trainer": whole}
+    plans: dict[str, Plan] = {"bare": whole, "trainer": whole}
     if arguments.private or (arguments.private is None and mesh.size == 1):
         adapted = parse(shipped, [*settings, *ADAPTER, *scheme, *arguments.set])
         methods = METHODS if mesh.size == mesh.replicate else ("reference",)  # Opacus knows no divided model

@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of a run (default: 4)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     arguments = parser.parse_args()
-    shipped = files("cloister.simulations.plans").joinpath("not-private.toml").read_text(encoding="utf-8")
+    shipped = files("cloister.protocol.plan.shipped").joinpath("not-private.toml").read_text(encoding="utf-8")
     rounds = [f"run.rounds={arguments.rounds}", f"server.evaluate_every={arguments.rounds}"]
     plan = parse(shipped, [*rounds, *ROUND])
     bare, simulated = [], []

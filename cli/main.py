@@ -16,16 +16,13 @@ transformers, Flower, gRPC), but inside its functions.
 from __future__ import annotations
 
 import argparse
-import ast
 import errno
 import io
-import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.resources import files
 
 from cloister.cli.options.shared_options import Parser, said
 from cloister.protocol.errors import CloisterError
@@ -104,8 +101,10 @@ def command_parser(names: Sequence[str] = VERBS, *, options: bool = True) -> arg
             of_verb.set_defaults(act=getattr(verb, "run", None))
             verb.options(of_verb)
         else:
-            source = files("cloister.cli.verbs").joinpath(f"{name}.py").read_text("utf-8")
-            verbs.add_parser(name, **said(ast.get_docstring(ast.parse(source))))
+            with open(
+                os.path.join(os.path.dirname(__file__), "verbs", f"{name}.py"), encoding="utf-8"
+            ) as file:
+                verbs.add_parser(name, **said(file.read().split('"""', 2)[1]))
     return parser
 
 
@@ -117,6 +116,8 @@ def _refuse(line: str, arguments: argparse.Namespace) -> int:
 def _say(line: str, arguments: argparse.Namespace) -> None:
     """Say why the command ends: as a line of text, or in the log of a process that stays (`cli/verbs/logs.py`)."""
     if getattr(arguments, "log_format", "text") == "json":
+        import logging  # so that --help takes a tenth of a second
+
         logging.getLogger("cloister").error("%s", line)
     else:
         print(f"cloister: {line}", file=sys.stderr)

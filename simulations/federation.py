@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -70,11 +71,12 @@ from cloister.simulations.engines.flower import run_on_flower
 from cloister.simulations.engines.grid import LocalGrid
 from cloister.simulations.engines.process import peak_rss, return_freed_memory
 from cloister.simulations.faults import Faulty
+from cloister.simulations.given import Given, check_apart
 from cloister.simulations.partition import (
     Alter,
     keep_apart,
+    name_of,
     partition,
-    site_name,
     unaltered,
     write_records,
     write_sites,
@@ -139,7 +141,8 @@ def simulate(
     else:
         with local_grid(folder, partial(make_client_app, sites, plan), workers, watch) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
-            peaks = [peak_rss(child.pid) for child in multiprocessing.active_children()]
+            children = multiprocessing.active_children()
+            peaks = [peak_rss(child.pid) for child in children if child.name.startswith("cloister ")]
             worker_rss = max((peak for peak in peaks if peak is not None), default=None)
     return replace(outcomes[0], coordinator_rss=peak_rss(), worker_rss=worker_rss)
 
@@ -174,7 +177,7 @@ def _coordinate(
 def _channel(folder: RunFolder, grid: Grid, run_identity: str) -> GridChannel:
     """The channel to a run's sites: the nodes of the local engine are known, others tell their names."""
     sender = Sender(load_identity(folder.sites.coordinator), run_identity, next_start(folder))
-    names = [site_name(index) for index in range(folder.plan.cohort.sites)]
+    names = [name_of(folder.plan, index) for index in range(folder.plan.cohort.sites)]
     if isinstance(grid, LocalGrid):
         return GridChannel(grid, sender, dict(enumerate(names, 1)))
     channel = MeetingChannel(grid, sender, names)
@@ -204,7 +207,7 @@ def local_grid(
         slots=[profile_of(plan, index).slots for index in range(plan.cohort.sites)],
         preload=fork_server.modules(plan),
         log=folder.workers_log,
-        watch=lambda node, at_work: watch(site_name(node - 1), at_work),
+        watch=lambda node, at_work: watch(name_of(plan, node - 1), at_work),
     )
 
 
@@ -242,7 +245,7 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
         return
     assert terms is not None, "a sound plan with a ledger has a privacy unit"
     history = run_history(folder) if reached(folder, DONE) else None
-    names = [site_name(index) for index in range(plan.cohort.size())]  # as many as one round draws
+    names = [name_of(plan, index) for index in range(plan.cohort.size())]  # as many as one round draws
     dataset.check(terms, history.run if history else "", history.summed if history else (), names)
 
 
@@ -326,12 +329,13 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         index: The number.
         resident: The state that the process has in memory for its sites.
     """
-    config = _config(SitesFolder(sites).config(site_name(index)))
+    config = _config(SitesFolder(sites).config(name_of(plan, index)))
     simulated = Simulated(
         noise=partial(noise_of, plan, config.name),
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
+        packages=True,
         task=partial(multiplied, scale_of(plan, index)),
     )
     return Site(config, resident, simulated=simulated)
@@ -340,7 +344,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
 def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
     """Tokenise the records of all sites, and tell what is left out."""
     count = plan.cohort.sites
-    paths = [sites.site(site_name(index)) / "data.jsonl" for index in range(count)]
+    paths = [sites.site(name_of(plan, index)) / "data.jsonl" for index in range(count)]
     each = max(1, count // 100)
 
     def progress(done: int) -> None:
@@ -379,15 +383,22 @@ _config = lru_cache(maxsize=4096)(read_config)
 """A simulated site's configuration, read once in a worker."""
 
 
-def lay_out(plan: Plan, folder: Path) -> None:
+def lay_out(plan: Plan, folder: Path, given: Given | None = None) -> None:
     """Write every site's folder: its records, its keys and its TOML.
 
+    Args:
+        plan: The plan.
+        folder: The folder of the sites.
+        given: The records of `simulation.sites`; None: those of `simulation.source`.
+
     Raises:
-        DataError: the records cannot be read or divided, or none of them can be used.
+        DataError: the records cannot be read or divided, or none of them can be used; or what was given as public
+            has a record of the sites.
+        PlanError: what the plan names as public is what its sites are given.
     """
     names = SitesFolder(folder)
-    lay_out_records(plan, folder, partial(altered, plan))
-    identities = {site_name(index): new_identity() for index in range(plan.cohort.sites)}
+    lay_out_records(plan, folder, partial(altered, plan), given)
+    identities = {name_of(plan, index): new_identity() for index in range(plan.cohort.sites)}
     roster = Roster.of(Card.of(name, key) for name, key in identities.items())
     save_roster(roster, names.roster)
     coordinator = new_identity()
@@ -434,10 +445,12 @@ def _check_public_sources(plan: Plan) -> None:
             )
 
 
-def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered) -> None:
-    """Write every site's records, and those that no site has; `alter` as for `write_sites`, errors as `lay_out`."""
-    kept, parts, apart = divided(plan)
-    write_sites(folder, kept, parts, alter)
+def lay_out_records(plan: Plan, folder: Path, alter: Alter = unaltered, given: Given | None = None) -> None:
+    """Write every site's records, and those that no site has; `alter` as for `write_sites`, the rest as `lay_out`."""
+    kept, parts, apart = shared_out(plan, given) if given and given.sites else divided(plan)
+    if given is not None:
+        check_apart(plan, given, kept)
+    write_sites(folder, kept, parts, alter, partial(name_of, plan))
     if apart:
         write_records(SitesFolder(folder).public_records, apart)
 
@@ -462,11 +475,47 @@ def divided(
     _check_public_sources(plan)
     corpus = usable(plan, "simulation.source", simulation.source, simulation.split, unusable)
     kept, apart = keep_apart(corpus.records, simulation.public, plan.run.seed)
-    # The end of a single text can be held out.
-    divides = task_of(plan.data).divides
-    least = 1 if divides or not plan.data.held_out or plan.privacy.unit != "none" else 2
     sites, seed = plan.cohort.sites, plan.run.seed
-    return kept, partition(kept, simulation, sites, seed, field=corpus.field, least=least), apart
+    return kept, partition(kept, simulation, sites, seed, field=corpus.field, least=_least(plan)), apart
+
+
+def _least(plan: Plan) -> int:
+    """Records that a site needs: one more than is held out. The end of a single text can be held out."""
+    return 1 if task_of(plan.data).divides or not plan.data.held_out or plan.privacy.unit != "none" else 2
+
+
+def shared_out(plan: Plan, given: Given) -> tuple[Records, list[list[int]], list[Mapping[str, Any]]]:
+    """The records that each site was given, as `divided` returns those that it divides.
+
+    Raises:
+        DataError: a site has too few, or none of all records can be used.
+    """
+    owned = [
+        (site, record) for site, name in enumerate(plan.simulation.sites) for record in given.sites[name]
+    ]
+    with _explained(plan):
+        count = Unusable()
+        check_usable((record for _, record in owned), tokenizer_of(plan), plan, count)
+    kept, apart = keep_apart(owned, plan.simulation.public, plan.run.seed)
+    parts: list[list[int]] = [[] for _ in plan.simulation.sites]
+    for index, (site, _) in enumerate(kept):
+        parts[site].append(index)
+    for name, part in zip(plan.simulation.sites, parts, strict=True):
+        if len(part) < (least := _least(plan)):
+            raise DataError(f"sites[{name!r}]", len(part), expected=f"at least {least} records to train on")
+    return [record for _, record in kept], parts, [record for _, record in apart]
+
+
+@contextmanager
+def _explained(plan: Plan) -> Iterator[None]:
+    """Let errors about records show one that the plan can use."""
+    try:
+        yield
+    except DataError as error:
+        if error.fix:
+            raise
+        fix = f"a record of this plan is one line such as {sample_line(task_of(plan.data))}"
+        raise DataError.of(error, fix=fix) from error
 
 
 def usable(
@@ -484,23 +533,18 @@ def usable(
     Raises:
         DataError: the records cannot be read, or none of them can be used.
     """
-    try:
+    with _explained(plan):
         corpus = corpus_records(source, field=field, split=split)
         count, path = unusable or Unusable(), Path(source).expanduser()
         # Read again where errors can name a line: as a rule the first record can be used.
         records = read_each(str(path), count, documents=True) if path.exists() else corpus.records
         check_usable(records, tokenizer_of(plan), plan, count, whole=unusable is not None)
-    except DataError as error:
-        if error.fix:
-            raise
-        fix = f"a record of this plan is one line such as {sample_line(task_of(plan.data))}"
-        raise DataError.of(error, fix=fix) from error
     return corpus
 
 
 def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> None:
     """Write the `site.toml` of the site with a number, and declare its rounding."""
-    name, profile = site_name(index), profile_of(plan, index)
+    name, profile = name_of(plan, index), profile_of(plan, index)
     declare_rounding(plan, name, sites.state(name))
     config = SiteConfig(
         name=name,

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,17 @@ from cloister.lm.text.records import Records
 from cloister.lm.text.sequences import shuffled
 from cloister.protocol.errors import DataError
 from cloister.protocol.machine.storage import write_file
-from cloister.protocol.plan.plan import SimulationSection
+from cloister.protocol.plan.plan import Plan, SimulationSection
+
+T = TypeVar("T")
 
 _DRAWS = 100
+
+
+def name_of(plan: Plan, index: int) -> str:
+    """Name of a plan's simulated site with this number: the given one, or `site_name`."""
+    names = plan.simulation.sites
+    return names[index] if names else site_name(index)
 
 
 def site_name(index: int) -> str:
@@ -94,7 +102,7 @@ def partition(
     return [sorted(part) for part in parts]
 
 
-def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, list[Mapping[str, Any]]]:
+def keep_apart(records: Sequence[T], fraction: float, seed: int) -> tuple[Sequence[T], list[T]]:
     """Split records into those for the sites and those that no site gets.
 
     Args:
@@ -113,25 +121,29 @@ def keep_apart(records: Records, fraction: float, seed: int) -> tuple[Records, l
 
 
 def write_sites(
-    folder: Path, records: Records, parts: Sequence[Sequence[int]], alter: Alter = unaltered
+    folder: Path,
+    records: Records,
+    parts: Sequence[Sequence[int]],
+    alter: Alter = unaltered,
+    name: Callable[[int], str] = site_name,
 ) -> None:
-    """Write each site's records to `folder/site-NNN/data.jsonl`.
+    """Write each site's records to `data.jsonl` in the folder of its name.
 
-    A line is one record as a JSON object; a value without a JSON type (such as Parquet's dates) becomes text. A file
-    is written whole or not at all.
+    A line is one record as a JSON object (`line_of`). A file is written whole or not at all.
 
     Args:
         folder: Folder of the sites; created if missing.
         records: All records.
         parts: For each site the indices of its records, as `partition` returns them.
         alter: Makes of a site's number and its records those that are written.
+        name: Makes of a site's number its name.
 
     Raises:
         StorageError: the disk is full or refuses the write.
     """
     for index, part in enumerate(parts):
         written = alter(index, [records[number] for number in part])
-        write_records(folder / site_name(index) / "data.jsonl", written)
+        write_records(folder / name(index) / "data.jsonl", written)
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -141,9 +153,14 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         # A surrogate without its pair has no UTF-8; replaced by its escape in JSON it reads as the same text.
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             for record in records:
-                file.write(json.dumps(dict(record), ensure_ascii=False, default=str) + "\n")
+                file.write(line_of(record) + "\n")
 
     write_file(path, write, durable=False)  # the folder of all sites is synced as a whole
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """A record as it is written; a value without a JSON type (such as Parquet's dates) becomes text."""
+    return json.dumps(dict(record), ensure_ascii=False, default=str)
 
 
 def _natural(records: Records, field: str, sites: int, source: str) -> list[list[int]]:
@@ -210,7 +227,7 @@ def _groups(records: Records, field: str, source: str, way: str) -> dict[str, li
 
 
 def _size(record: Mapping[str, Any]) -> int:
-    return len(json.dumps(dict(record), ensure_ascii=False, default=str).encode(errors="backslashreplace"))
+    return len(line_of(record).encode(errors="backslashreplace"))
 
 
 def _too_few(site: int, why: str, fix: str, least: int = 1) -> DataError:

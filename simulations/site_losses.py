@@ -29,7 +29,7 @@ from cloister.server.record.outcome import outcome
 from cloister.server.record.progress import Observer, Step
 from cloister.server.record.public import base_of, public_model
 from cloister.simulations.federation import local_grid, open_site
-from cloister.simulations.partition import site_name
+from cloister.simulations.partition import name_of
 
 _QUERY = "held_out"
 _STEPS = "held-out losses of sites"
@@ -106,7 +106,7 @@ def per_site(
             for node in grid.get_node_ids()
         )
         for done, reply in enumerate(grid.send_and_receive(asked), 1):
-            site = site_name(reply.metadata.src_node_id - 1)
+            site = name_of(plan, reply.metadata.src_node_id - 1)
             if reply.has_error():
                 problems[site] = reply.error.reason or "no reason was given"
             else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 # Each package may import those named for it, and itself.
 ALLOWED: dict[str, set[str]] = {

@@ -6,20 +6,18 @@ Imported for `cloister --help`: nothing heavy at the top.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from cloister.protocol.errors import CloisterError, PlanError
+from cloister.protocol.errors import CloisterError
 
 if TYPE_CHECKING:
-    from cloister.protocol.plan.plan import Plan
+    from cloister.protocol.plan.soundness import Plan
 
 Actions: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -138,9 +136,9 @@ class Parser(argparse.ArgumentParser):
 def said(docstring: str | None) -> dict[str, Any]:
     """The help and the description of a verb or an action, from the docstring of its module or function: the first
     line, and what follows it up to a section such as `Raises:`."""
-    first, _, rest = inspect.cleandoc(docstring or "").partition("\n\n")
+    first, *rest = re.split(r"\n\s*\n", (docstring or "").strip(), maxsplit=1)
     line = first.rpartition("`: ")[2].rstrip(".")
-    described = re.split(r"^(?:Args|Returns|Raises):", rest, flags=re.MULTILINE)[0]
+    described = re.split(r"^\s*(?:Args|Returns|Raises):", "".join(rest), flags=re.MULTILINE)[0]
     return {"help": line[:1].lower() + line[1:], "description": " ".join(described.split())}
 
 
@@ -206,31 +204,12 @@ def chosen_plan(
     Raises:
         PlanError: the plan is missing or unsound.
     """
-    from cloister.protocol.plan.soundness import load, parse
+    from cloister.protocol.plan.soundness import Plan, shipped_plans
 
     options = {**(fields or {}), "cohort.sites": arguments.sites}
     given = [f"{field}={value}" for field, value in options.items() if value is not None]
     overrides = [*arguments.set, *given]
-    shipped = shipped_plans()
-    name = arguments.plan or default
-    if not name:
-        return parse("", overrides)
-    if arguments.plan is not None and (
-        Path(name).is_file() or Path(name).suffix or len(Path(name).parts) > 1
-    ):
-        return load(Path(name), overrides)
-    if name not in shipped:
-        known = ", ".join(sorted(shipped))
-        raise PlanError("plan", name, expected=f"an existing TOML file, or a shipped plan: {known}")
-    return parse(shipped[name], overrides, origin=f"the shipped plan {name}")
-
-
-def shipped_plans() -> dict[str, str]:
-    """The text of each plan that comes with the program, by name."""
-
-    folder = files("cloister.simulations.plans")
-    return {
-        entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".toml")
-    }
+    if arguments.plan is not None:
+        return Plan.load(arguments.plan, overrides)
+    text = shipped_plans()[default] if default else ""
+    return Plan.parse(text, overrides, origin=f"the shipped plan {default}")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import Absent, display_for
 from cloister.protocol.errors import ConsentError, EngineError
+from cloister.server.display import Absent, display_for
 from cloister.server.federation.control import command
 from cloister.server.record.events import from_json
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
@@ -99,18 +99,19 @@ def follow(federation: Path, path: Path, *, json_: bool) -> int:
     console = PipedConsole(stderr=json_)
     display = display_for(console, read_plan(path), json_=json_)
     started = time.monotonic()
-    absent = Absent()
     with display:
         for line in filter(None, _lines(federation, path)):
-            absent.event(event := from_json(line))
-            display.event(event)
+            display.event(from_json(line))
     from cloister.cli.show.outcome import print_outcome, to_json
     from cloister.server.record.outcome import outcome
 
     with RunFolder.reopen(path) as folder:
         done = outcome(folder)
         if json_:
-            print(json.dumps(to_json(folder, done, absent, seconds=time.monotonic() - started)), flush=True)
+            print(
+                json.dumps(to_json(folder, done, display.absent, seconds=time.monotonic() - started)),
+                flush=True,
+            )
         else:
-            print_outcome(console, folder, done, None, absent)
+            print_outcome(console, folder, done, None, display.absent)
     return 0

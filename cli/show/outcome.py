@@ -16,7 +16,6 @@ from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.cli.show.display import LineDisplay
 from cloister.lm.output.generate import generate
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
@@ -25,6 +24,7 @@ from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.figure import finite
 from cloister.protocol.plan.plan import DataSection
+from cloister.server.display import LineDisplay
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from functools import partial
 
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.accountant import Spent, spent
+from cloister.privacy.accounting.accountant import Spent
 from cloister.privacy.accounting.claims import mechanism, relation, thing, things, unit
-from cloister.privacy.accounting.terms import Terms, terms_of
+from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import changed
-from cloister.simulations.search.price import dimension_of
+from cloister.simulations.planning import cost as cost_of
+from cloister.simulations.planning import rounded_up, terms_with
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -49,41 +47,24 @@ def run(arguments: argparse.Namespace) -> int:
     if group is not None and (group < 2 or noise is None):
         raise CloisterError("--group", group, expected="2 or more, and only with --noise-multiplier")
     plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-    if plan.privacy.unit == "none":
-        raise CloisterError("privacy.unit", "none", expected="a unit: without one there is no cost")
-    terms_with = partial(_terms, plan, dimension_of(plan))
     length, shown = plan.run.rounds, PipedConsole(quiet=arguments.json)
     if noise is None and target is None:
-        facts = _table(shown, plan, [terms_with(noise_multiplier=each) for each in _NOISES])
+        facts = _table(shown, plan, [terms_with(plan, noise_multiplier=each) for each in _NOISES])
     else:
-        terms = terms_with(noise_multiplier=noise, target_epsilon=target)
-        facts = _row(plan, terms, cost := _spent(terms, length))
+        terms = terms_with(plan, noise_multiplier=noise, target_epsilon=target)
+        facts = _row(plan, terms, cost := cost_of(terms, length))
         if target is not None:
-            # Rounded up: typed back, it costs no more.
-            noise = math.ceil(terms.noise_multiplier * 1e6) / 1e6
+            noise = rounded_up(terms.noise_multiplier)  # typed back, it costs no more
             shown.say(f"noise multiplier {noise:.10g} for epsilon {target:g}", "bold")
         _say_epsilon(shown, cost, f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}")
         if group is not None:
-            together = _spent(terms, length, group)
+            together = cost_of(terms, length, group)
             facts |= {"group": group, "group_epsilon": together.epsilon}
             _say_epsilon(shown, together, f"for {group} {things(plan)} together")
         _say_meaning(shown, plan, terms, cost)
     if arguments.json:
         print(json.dumps(facts))
     return 0
-
-
-def _terms(plan: Plan, dimension: int, **wanted: float | None) -> Terms:
-    """The privacy of a plan with another noise multiplier or target epsilon, and without a budget."""
-    values = {"noise_multiplier": None, "target_epsilon": None, "budget": None} | wanted
-    terms = terms_of(changed(plan, {f"privacy.{name}": value for name, value in values.items()}), dimension)
-    assert terms is not None, "a plan with a unit has terms"
-    return terms
-
-
-def _spent(terms: Terms, rounds: int, group: int = 1) -> Spent:
-    """What so many rounds cost units that differ together."""
-    return spent(terms.events(rounds), terms.delta, terms.accountant, group=group)
 
 
 def _row(plan: Plan, terms: Terms, cost: Spent) -> dict[str, object]:
@@ -124,7 +105,7 @@ def _table(console: PipedConsole, plan: Plan, noised: list[Terms]) -> dict[str, 
     table = columns("rounds", *(f"{terms.noise_multiplier:g}" for terms in noised), title=title, left=0)
     rows = []
     for rounds in lengths:
-        costs = [_spent(terms, rounds) for terms in noised]
+        costs = [cost_of(terms, rounds) for terms in noised]
         table.add_row(f"{rounds:,}", *(at_most(cost.epsilon) for cost in costs))
         rows += [_row(plan, *each) | {"rounds": rounds} for each in zip(noised, costs, strict=True)]
     console.print(table)

@@ -26,6 +26,7 @@ from cloister.protocol.machine.storage import check_empty, write_folder
 from cloister.protocol.plan.plan import NO_EVALUATION, DataSection, Plan
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.history import run_history
+from cloister.simulations import given
 
 if TYPE_CHECKING:
     from cloister.lm.output.compress import Measured
@@ -146,7 +147,8 @@ def _distil(
 
 
 def check_other(plan: Plan, files: RunFiles, text: str) -> None:
-    """Check that text is not what the sites of a simulation with a privacy unit were given, as far as names show it.
+    """Check that text is not what the sites of a simulation with a privacy unit were given, as far as names show it,
+    or the contents of records that a Python program gave.
 
     A file is compared by its name alone too: a relative path of the plan is one of the folder where the run began.
 
@@ -159,6 +161,7 @@ def check_other(plan: Plan, files: RunFiles, text: str) -> None:
     file = Path(text).expanduser()
     if file.resolve() == files.sites.public_records.resolve():
         return
+    given.check_other(plan, files, text, "--text")
     private = any(overlap(text, each, "--text") for each in (plan.simulation.source, str(files.sites.path)))
     if file.exists():
         private |= Path(plan.simulation.source).name in (place.name for place in places(file, "--text"))
@@ -188,7 +191,7 @@ def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tupl
         return measured_on, None
     if not plan.public.source:
         raise DataError("--text", expected="public text to learn from, because the plan has no public.source")
-    return measured_on, (plan.public.source, plan.public.split, plain)
+    return measured_on, (files.place(plan.public.source), plan.public.split, plain)
 
 
 def _say(step: int, steps: int) -> None:

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from cloister.cli.options.shared_options import Actions, Parser, add_action, tell
 from cloister.cli.show.agreement import asked, fingerprint_line, typed_in, version_facts, version_lines
-from cloister.cli.show.display import describe
 from cloister.cli.verbs.logs import FIELDS, log_to_stderr
 from cloister.protocol.errors import CloisterError, EngineError, RosterError, visible
 from cloister.protocol.identity import fingerprint
@@ -33,8 +32,10 @@ from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.short_authentication import given
 from cloister.protocol.machine.storage import own_files
 from cloister.protocol.plan.settings import Section, Settings
-from cloister.server.door.process import allow_files, prepare
+from cloister.server.display import describe
+from cloister.server.door.process import allow_files
 from cloister.server.federation.control import command
+from cloister.server.federation.embedded import Coordinator
 from cloister.server.federation.registry import Registry, Renewal, Terms
 from cloister.server.record.events import to_json
 from cloister.server.record.folder import RunFolder
@@ -127,7 +128,6 @@ def _add_processes(actions: Actions) -> None:
     one.add_log_format()
 
 
-@own_files()
 def _start(arguments: argparse.Namespace) -> int:
     """Run the coordinator: let sites connect, and run what is submitted.
 
@@ -137,22 +137,13 @@ def _start(arguments: argparse.Namespace) -> int:
     """
 
     log_to_stderr(arguments.log_format, {})
-
-    prepare()
-    from cloister.server.federation.coordinator import Coordinator
-
-    coordinator = Coordinator(
-        Path(arguments.federation),
-        logging.getLogger("cloister").info,
+    Coordinator(
+        arguments.federation,
         bind=arguments.bind,
-        metrics_bind=arguments.metrics,
+        metrics=arguments.metrics,
         metrics_on_network=arguments.metrics_on_network,
-        options=("--log-format", arguments.log_format),
-    )
-    try:
-        coordinator.run()
-    finally:
-        coordinator.stop()
+        log_format=arguments.log_format,
+    ).serve()
     return 0
 
 

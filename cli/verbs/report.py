@@ -11,14 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, tell
-from cloister.privacy.report.page import to_html
-from cloister.privacy.report.report import to_json, verdict
-from cloister.privacy.report.summary import plain
+from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import CloisterError
-from cloister.protocol.machine.storage import write_bytes
-from cloister.server.federation.deployment import check_newest
-from cloister.server.record.folder import RunFiles
-from cloister.server.record.report import gather
+from cloister.simulations.report import Report
 
 
 def options(parser: Parser) -> None:
@@ -36,12 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError("--output", str(output), expected="a folder, not a file")
     from cloister.cli.show.card import claim_facts
 
-    check_newest(RunFiles(folder))
-    report = gather(folder)
-    page, data = RunFiles(output).report_page, RunFiles(output).report_data
-    write_bytes(data, to_json(report).encode())
-    write_bytes(page, to_html(report).encode())
-    claim = verdict(report)
+    told = Report.of(folder)
+    page, data = told.write(output)
+    report, claim = told.facts, verdict(told.facts)
     facts = claim_facts(report) | {
         "run": str(folder),
         "groups": {row.units: row.epsilon for row in report.groups} if claim.holds else None,
@@ -49,11 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         "html": str(page),
         "json": str(data),
     }
-    lines = [claim.sentence]
-    for part in plain(report):
-        if part.lines:
-            lines += [f"\n{part.title}", *(f"  {line}" for line in part.lines)]
-    lines.append("")
+    lines = [*told.lines(), ""]
     if not report.ledger.verified:
         lines.append(f"ledger  {report.ledger.problem}")
     if report.dataset is not None and report.dataset.problem:

@@ -9,9 +9,8 @@ import argparse
 from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser
-from cloister.protocol.errors import RunFolderError
 from cloister.protocol.plan.soundness import changed
-from cloister.server.record.folder import RunFolder
+from cloister.simulations.run import reopened
 
 
 def options(parser: Parser) -> None:
@@ -30,13 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Continue after the last round that was done."""
     from cloister.cli.show.execution import execute
 
-    with RunFolder.reopen(Path(arguments.run)) as folder:
-        if folder.deployment.exists():
-            raise RunFolderError(
-                str(folder.path),
-                expected="a simulation, and this run was deployed",
-                fix=f"continue it with: {folder.resume_command()}",
-            )
+    with reopened(Path(arguments.run)) as folder:
         if arguments.per_site:
             changed(folder.plan, {"simulation.per_site": True})  # refused where the plan could not say so
         return execute(folder, arguments, new=False)

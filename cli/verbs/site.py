@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from cloister.cli.show.agreement import FIX, asked, check, fingerprint_line, ver
 from cloister.cli.show.console import PipedConsole
 from cloister.cli.verbs.logs import log_to_stderr
 from cloister.cli.verbs.plan import privacy_rows, warnings
+from cloister.clients.embedded import Site, close_folder
 from cloister.clients.setup.config import SiteConfig, read_config
 from cloister.clients.setup.enrolment import (
     Offer,
@@ -107,15 +105,6 @@ def _add_work(actions: Actions) -> None:
     start.add_log_format()
 
 
-def _closed(config: SiteConfig) -> SiteConfig:
-    """The configuration. Its state folder, which may hold records, is closed to others if it is this user's."""
-    with suppress(OSError):
-        if config.folder.stat().st_uid == os.geteuid():
-            config.folder.chmod(0o700)
-    return config
-
-
-@own_files()
 def _start(arguments: argparse.Namespace) -> int:
     """Run the site: connect to the coordinator, and take part in its runs.
 
@@ -127,16 +116,10 @@ def _start(arguments: argparse.Namespace) -> int:
 
     known: dict[str, object] = {}
     log_to_stderr(arguments.log_format, known)
-    from cloister.clients.deployed import DeployedSite
-
-    config = _closed(read_config(Path(arguments.site)))
-    known["site"] = config.name
-    for problem in _open_settings(config):
-        logging.getLogger("cloister").warning("the site can join no run yet: %s", problem)
-    stopped = threading.Event()
-    site = DeployedSite(Path(arguments.site))
+    known["site"] = read_config(Path(arguments.site)).name
+    site = Site(arguments.site)
     try:
-        with_rest = not site.run(stopped)
+        with_rest = not site.serve()
     except KeyboardInterrupt:
         with_rest = True
     sys.stderr.flush()
@@ -144,18 +127,6 @@ def _start(arguments: argparse.Namespace) -> int:
         # A training in another thread would keep the process: it is begun again when the site is back.
         os._exit(130)
     return 0
-
-
-def _open_settings(config: SiteConfig) -> Iterator[str]:
-    """What the site cannot join a run with; each may be set while it runs."""
-    data = Path(config.data)
-    if (data.is_absolute() or data.suffix) and not data.exists():
-        yield f"data is {config.data!r}, which does not exist beside site.toml"
-    try:
-        if config.policy:
-            load_policy(Path(config.policy))
-    except CloisterError as error:
-        yield str(error)
 
 
 @own_files()
@@ -172,7 +143,7 @@ def _check(arguments: argparse.Namespace) -> int:
     """
     plan = chosen_plan(arguments)
 
-    config = _closed(read_config(Path(arguments.site)))
+    config = _closed(arguments.site)
     if config.identity:
         check_private(Path(config.identity), "identity")
     if config.policy:
@@ -192,6 +163,13 @@ def _check(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(f"{MUST_STAY}: {made.summary()}", flush=True)
     return _finish(arguments, found, devices)
+
+
+def _closed(path: str) -> SiteConfig:
+    """The configuration of a site whose state folder is closed to others."""
+    config = read_config(Path(path))
+    close_folder(config.folder)
+    return config
 
 
 def _prepared(config: SiteConfig, plan: Plan) -> Prepared:
@@ -285,7 +263,7 @@ def _accept(arguments: argparse.Namespace) -> int:
         raise PlanError(
             "DIGEST", arguments.digest, expected="64 hex digits, as cloister plan check prints them"
         )
-    config = _closed(read_config(Path(arguments.site)))
+    config = _closed(arguments.site)
     consents = Consents(config.folder, config.name, config.plan)
     added, taken = consents.give(digest), len(consents.runs(digest))
     asked = digest in {from_json(offer).digest() for offer in consents.offers()}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, check_again, chosen_plan, folder_for
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import describe
 from cloister.cli.show.follow import follow
 from cloister.protocol.errors import RunFolderError
+from cloister.server.display import describe
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.progress import Event
 
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
                 fix=f"continue it with: {files.resume_command()}",
             )
     else:
-        plan = chosen_plan(arguments, {"run.rounds": arguments.rounds})
-        out = folder_for(arguments.out, Path("runs"), plan.run.name)
-        with RunFolder.create(out, plan) as folder:
+        chosen = chosen_plan(arguments, {"run.rounds": arguments.rounds})
+        out = folder_for(arguments.out, Path("runs"), chosen.run.name)
+        with RunFolder.create(out, chosen) as folder:
             try:
                 prepare(folder, observe)
             except BaseException:

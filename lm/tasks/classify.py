@@ -36,6 +36,11 @@ class Classify(Task):
         """A text with its label."""
         return {self.data.text_field: "...", self.data.label_field: self.data.classes[0]}
 
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The text, whatever its label is."""
+        return (self.data.text_field,)
+
     def texts(
         self, tokenizer: PreTrainedTokenizerBase, unusable: Unusable, place: str, record: Record
     ) -> tuple[Text, ...] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cloister.lm.tasks.causal import Causal
@@ -32,12 +34,28 @@ def task_of(data: DataSection) -> Task:
 def _class_of(data: DataSection) -> type[Task]:
     if not is_own(data.task):
         return TASKS[data.task]
+    if data.task in _TRIED:
+        return _TRIED[data.task]
     package, name = data.task.split(":")
     assert data.package is not None, "a sound plan names its version and files"
     found = load("cloister.tasks", package, name, (data.package.version, data.package.sha256))
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise PlanError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
     return found
+
+
+_TRIED: dict[str, type[Task]] = {}
+
+
+@contextmanager
+def trying(task: type[Task]) -> Iterator[str]:
+    """The name by which a plan names a class that no package registers yet, in this process and context alone."""
+    name = f"tried:{task.__name__}"
+    _TRIED[name] = task
+    try:
+        yield name
+    finally:
+        _TRIED.pop(name, None)
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:

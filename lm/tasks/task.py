@@ -141,6 +141,11 @@ class Task(ABC):
     def sample(self) -> dict[str, Any]:
         """A record with the fields that the task reads."""
 
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The fields by which two records are the same."""
+        return tuple(self.sample())
+
     @abstractmethod
     def texts(
         self, tokenizer: PreTrainedTokenizerBase, unusable: Unusable, place: str, record: Record

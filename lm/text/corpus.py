@@ -10,17 +10,20 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
 import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cloister.lm.text.records import Record, Records, check_source, read_records
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import DataError, one_line
+from cloister.protocol.plan.plan import GIVEN
 
 _NOT_SOURCE = {
     "site-packages", "dist-packages",  # not the standard library
@@ -63,13 +66,60 @@ def _of_field(field: str) -> Iterator[None]:
         raise DataError.of(error, field, fix=fix) from error
 
 
+def given_records(given: Any, field: str) -> Records:
+    """Records as a Python program gives them, in memory.
+
+    Args:
+        given: A source as `corpus_records` reads it, mappings one by one, a table of pandas, Arrow or another library
+            with Arrow's stream protocol, or a split of `datasets`. None of these libraries is imported for it.
+        field: What errors call it.
+
+    Raises:
+        DataError: it cannot be read, a record is no mapping, or there is none.
+    """
+    if isinstance(given, str | os.PathLike):
+        return corpus_records(os.fspath(given), field=field).records
+    if hasattr(given, "__arrow_c_stream__"):
+        import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+
+        try:
+            rows: list[Record] = pa.table(given).to_pylist()
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(
+                field, expected=f"a table whose columns have one type each ({one_line(error)})"
+            ) from error
+    elif isinstance(given, Mapping) or not isinstance(given, Iterable):
+        shown = type(given).__name__
+        raise DataError(field, shown, expected="records one by one, a table, or one split of a data set")
+    else:
+        plain = getattr(given, "with_format", None)  # of `datasets`, without tensors in its rows
+        rows = list(given if plain is None else plain(None))
+    for number, record in enumerate(rows, 1):
+        if not isinstance(record, Mapping):
+            raise DataError(f"{field}, record {number}", record, expected="a mapping of fields to values")
+    if not rows:
+        raise DataError(field, expected="at least one record")
+    return rows
+
+
 def check_corpus(source: str, *, field: str, split: str = "train") -> None:
     """Check that `corpus_records` will find a source, without a look at any record; errors as `check_source`."""
     if source.startswith("builtin:"):
         _check_builtin(source, field)
         return
+    _check_not_given(source, field)
     with _of_field(field):
         check_source(source, split=split)
+
+
+def _check_not_given(source: str, field: str) -> None:
+    if source.startswith(GIVEN):
+        raise DataError(
+            field,
+            source,
+            expected="a source that can be read; these records were given to cloister.simulate",
+            fix="give them again, or go on with the run in whose folder they are",
+        )
 
 
 def _check_builtin(source: str, field: str) -> None:
@@ -96,6 +146,7 @@ def corpus_records(source: str, *, field: str = "data", split: str = "train") ->
         DataError: the `builtin:` name is unknown, or as `read_records`.
     """
     if not source.startswith("builtin:"):
+        _check_not_given(source, field)
         with _of_field(field):
             records = read_records(source, split=split)
             if Path(source).suffix == ".txt" and Path(source).expanduser().is_file():

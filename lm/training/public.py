@@ -20,11 +20,12 @@ from cloister.lm.training.train import Trainer
 from cloister.protocol.plan.plan import AdapterSection, LocalSection, Plan, PrivacySection
 
 
-def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
+def train_in_public(plan: Plan, source: str, progress: Callable[[int], None]) -> Vector:
     """Train the plan's model without its adapter on `public.source`; return every parameter in layout order.
 
     Args:
         plan: The plan, whose `public.source` is not empty.
+        source: Where those records are.
         progress: Called with the number of steps taken so far.
 
     Raises:
@@ -50,7 +51,7 @@ def train_in_public(plan: Plan, progress: Callable[[int], None]) -> Vector:
     )
     model = load_model(alone)
     sequences = prepare(
-        corpus_records(public.source, field="public.source", split=public.split).records,
+        corpus_records(source, field="public.source", split=public.split).records,
         model.tokenizer,
         alone.data,
         seed=plan.run.seed,

@@ -71,7 +71,8 @@ def charged_unit(plan: Plan) -> str:
         data, way = plan.simulation, plan.simulation.partition
         by = f" by the field {data.field!r}" if data.field else ""
         by += f" with alpha {data.alpha!r}" if way == "dirichlet" else ""
-        fixed = data.field and way in ("natural", "auto") and not data.public  # groups in order of size
+        grouped = data.field and way in ("natural", "auto")  # in order of size
+        fixed = (data.sites or grouped) and not data.public
         drawn = "" if fixed else f", drawn with seed {plan.run.seed}, without a share of {data.public!r}"
         return f"one site of {plan.cohort.sites} of {data.source} ({data.split}), {way}{by}{drawn}"
     if plan.privacy.unit == "owner":

@@ -1,8 +1,8 @@
 """The plan: the whole contract of a run, as typed sections, and its digest.
 
 A plan is a TOML file with one section for each part of the contract. Each field is checked here on its own; that the
-sections agree with each other is checked in `protocol/plan/soundness.py`, whose `load`, `parse` and `from_json` are
-the only ways to a plan. What belongs to one site alone (the path of its data, its devices) is never in the plan.
+sections agree with each other is checked in `protocol/plan/soundness.py`, whose `Plan` is this one, and sound. What
+belongs to one site alone (the path of its data, its devices) is never in the plan.
 
 `Plan.digest()` is what the parties agree on: SHA-256 over the canonical JSON of every section except `[simulation]`
 and `[faults]`, which only configure a simulation.
@@ -18,9 +18,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from cloister.protocol.plan.settings import InWords, Only, Section
+from cloister.protocol.errors import PlanError
+from cloister.protocol.plan.settings import InWords, Only, Section, Settings
 from cloister.protocol.plan.tasks import TASKS, Format, Kind, is_own, kind_of
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
@@ -51,7 +52,16 @@ MOST_GROUPS = 100
 MOST_CLASSES = 256
 """Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
 
+SiteName = Annotated[
+    str,
+    Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$"),
+    InWords("letters, digits, dashes, underscores, starting with a letter or digit"),
+]
+
 ClassWeight = Annotated[float, Field(ge=1e-3, le=1e3)]
+
+GIVEN = "given:"
+"""How a source begins of records that a Python program gave: what follows is their SHA-256 in hex."""
 
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
@@ -102,10 +112,25 @@ _UNCORRELATED = Only(
     why="later rounds cancel the noise of earlier ones only if all train the same parameters with the same clipping "
     "norm",
 )
+_SHARED_OUT = Only("simulation.sites", ((),))
 _OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
 
 
-class RunSection(Section):
+class PlanSection(Section):
+    """A section of a plan, also where Python code builds it: from what a TOML file may have, or a `PlanError`."""
+
+    def __init__(self, **values: Any) -> None:
+        settings = Settings(type(self), type(self).__name__, PlanError)
+        try:
+            self.__pydantic_validator__.validate_json(settings.text(values), self_instance=self)
+        except ValidationError as error:
+            raise settings.first(error) from None
+
+    # Without it pydantic would call `__init__` for each section that it reads.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # functions may have any attribute
+
+
+class RunSection(PlanSection):
     """Name and length of the run, and the seed of every public random choice."""
 
     name: Annotated[
@@ -120,7 +145,7 @@ class RunSection(Section):
     """Seed of initial weights, cohorts and data order: public, never a source of secrets."""
 
 
-class AdapterSection(Section):
+class AdapterSection(PlanSection):
     """Which parameters are trained and summed."""
 
     scheme: Annotated[
@@ -146,7 +171,7 @@ class AdapterSection(Section):
     adapter stay float32. With `bfloat16` and `nf4`, arithmetic is in bfloat16."""
 
 
-class ModelSection(Section):
+class ModelSection(PlanSection):
     """The language model, known to all parties."""
 
     name: Annotated[str, Field(min_length=1)] = "builtin:llama"
@@ -173,7 +198,7 @@ class ModelSection(Section):
         return "bytes" if self.name.startswith("builtin:") else self.name
 
 
-class PackageSection(Section):
+class PackageSection(PlanSection):
     """A package with a task, as it is installed at every party (`cloister plan pin` writes it)."""
 
     version: Annotated[str, Field(min_length=1)]
@@ -182,7 +207,7 @@ class PackageSection(Section):
     """SHA-256 over the paths and contents of its installed files."""
 
 
-class DataSection(Section):
+class DataSection(PlanSection):
     """What a record looks like at every site, and how records become token sequences."""
 
     task: Annotated[
@@ -197,8 +222,8 @@ class DataSection(Section):
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed. `PACKAGE:NAME`: a task of the site's own, which
-    an installed package registers (docs/extend.md)."""
+    the model; texts are cut to `sequence_length` tokens and never packed. `PACKAGE:NAME`: another task, which an
+    installed package registers (docs/extend.md)."""
     package: Annotated[
         PackageSection | None, replace(_OWN, required="{ version, sha256 }, by cloister plan pin")
     ] = None
@@ -272,7 +297,7 @@ class DataSection(Section):
         return ("text", "class") if self.task == "classify" else ("prompt", "choice")
 
 
-class LocalSection(Section):
+class LocalSection(PlanSection):
     """Training inside a site."""
 
     steps: Count = 20
@@ -352,7 +377,7 @@ class LocalSection(Section):
         return least, min(2 * self.steps, WIDEST_BALANCE * least) if most is None else most
 
 
-class CohortSection(Section):
+class CohortSection(PlanSection):
     """The sites of a round, and when an attempt or the run fails."""
 
     sites: Count = 8
@@ -413,7 +438,7 @@ class CohortSection(Section):
         return 10 if self.staleness is None else self.staleness
 
 
-class CompressionSection(Section):
+class CompressionSection(PlanSection):
     """Updates in few bits: blocks of 2^14 values are rotated, scaled by the releases of earlier rounds, and rounded. A
     site adds the rounding's residual to its next update. The section may be empty: `[aggregation.compression]`."""
 
@@ -421,7 +446,7 @@ class CompressionSection(Section):
     """Largest root mean square of a site's update that round 1 expects. None: the sum of the round's learning rates."""
 
 
-class AggregationSection(Section):
+class AggregationSection(PlanSection):
     """How updates are summed."""
 
     secure: Annotated[
@@ -477,7 +502,7 @@ class AggregationSection(Section):
         return "aggregation.compression" if self.compression is not None else ""
 
 
-class AdaptiveSection(Section):
+class AdaptiveSection(PlanSection):
     """Adaptive clipping (Andrew et al. 2021): the clipping norm follows a quantile of the sites' update norms."""
 
     quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -488,7 +513,7 @@ class AdaptiveSection(Section):
     """Standard deviation of the noise on the number of sites whose update was not clipped; charged too."""
 
 
-class CorrelatedSection(Section):
+class CorrelatedSection(PlanSection):
     """Correlated noise (DP-FTRL, with BLT matrices): later rounds cancel a part of the noise of earlier ones.
 
     Cohorts are then a random partition of the roster, taken in turn."""
@@ -503,7 +528,7 @@ class CorrelatedSection(Section):
     vector is worth little. 0: independent noise."""
 
 
-class PrivacySection(Section):
+class PrivacySection(PlanSection):
     """Differential privacy: the protected unit, the noise, and the budget."""
 
     unit: Annotated[
@@ -587,7 +612,7 @@ class PrivacySection(Section):
         return self.unit in ("record", "owner")
 
 
-class PublicSection(Section):
+class PublicSection(PlanSection):
     """Training on public text by the coordinator before the first round, without privacy cost."""
 
     source: str = ""
@@ -602,7 +627,7 @@ class PublicSection(Section):
     """Peak learning rate of AdamW, with a tenth of the steps as warm-up and a cosine after that."""
 
 
-class GateSection(Section):
+class GateSection(PlanSection):
     """Conditions on the mean of a round. If a mean does not meet them, the model stays as it was, and the charge of the
     round stays."""
 
@@ -615,7 +640,7 @@ class GateSection(Section):
     of `server.evaluation`; None: any."""
 
 
-class ServerSection(Section):
+class ServerSection(PlanSection):
     """The coordinator's step on the mean update, its evaluations and its checkpoints."""
 
     optimizer: Literal["fedavg", "nesterov", "adam"] = "fedavg"
@@ -648,7 +673,7 @@ class ServerSection(Section):
     """Conditions on the mean of a round."""
 
 
-class MeshSection(Section):
+class MeshSection(PlanSection):
     """How a site divides a model among its devices. The mesh is the site's own: in its TOML, or in a simulated site's
     profile.
 
@@ -667,7 +692,7 @@ class MeshSection(Section):
     """Compile the model's blocks with `torch.compile`."""
 
 
-class ProfileSection(Section):
+class ProfileSection(PlanSection):
     """How some of the simulated sites differ from the rest."""
 
     share: Fraction
@@ -681,20 +706,25 @@ class ProfileSection(Section):
     """Devices among which the site divides the model; on a machine without GPUs each is a process."""
 
 
-class SimulationSection(Section):
+class SimulationSection(PlanSection):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
     label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
-    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
-    split: str = "train"
+    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record.
+    `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
+    sites: Annotated[
+        tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
+    ] = ()
+    """Names of the sites whose records were given, in the order of the sites."""
+    split: Annotated[str, _SHARED_OUT] = "train"
     """Split of a hub data set."""
-    partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
+    partition: Annotated[Literal["auto", "natural", "iid", "dirichlet", "size"], _SHARED_OUT] = "auto"
     """`natural`: each group of `field` goes whole to one site. `iid`: at random. `dirichlet`: label proportions per
     site drawn from Dirichlet(alpha). `size`: at random, with site sizes proportional to 1, 2, 3 and so on. `auto`:
     `natural` with a field, else `iid`."""
-    field: str = ""
+    field: Annotated[str, _SHARED_OUT] = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
     `label`)."""
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
@@ -734,7 +764,7 @@ class SimulationSection(Section):
     """Sites that are slower or occupy more worker slots than the rest."""
 
 
-class PoisonSection(Section):
+class PoisonSection(PlanSection):
     """Sites of a simulation that send poisoned updates."""
 
     share: Fraction
@@ -764,7 +794,7 @@ class PoisonSection(Section):
     """Text that the model shall write after the trigger; of a classifier the class that it shall find."""
 
 
-class FaultsSection(Section):
+class FaultsSection(PlanSection):
     """Faults that a simulation injects, to test a plan; not part of the contract, and not in the digest.
 
     Each probability is the probability that a site of the cohort fails at that step of an attempt, drawn from the run's
@@ -785,8 +815,8 @@ class FaultsSection(Section):
     """Sites that send poisoned updates; None: no site."""
 
 
-class Plan(Section):
-    """The contract of a run. Build one with `soundness.load`, `parse` or `from_json`, which check it."""
+class Plan(PlanSection):
+    """The contract of a run, each field checked. `soundness.Plan` is also checked as a whole."""
 
     run: RunSection = RunSection()
     """Name, length and seed."""

@@ -13,10 +13,10 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from pathlib import Path, PurePath
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -44,7 +44,7 @@ Because = Literal["charge", "mask", "definition"]
 would not be what is done. `mask`: the secure sum would not hide a vector, or could not be opened. `definition`: the
 settings contradict what they mean, or one has no effect."""
 
-_UNSET = ((None,), ("",))
+_UNSET = ((None,), ("",), ((),))
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ class Only:
 
 S = TypeVar("S", bound=Section)
 
+Overrides: TypeAlias = Iterable[str] | Mapping[str, Any]
+"""Values of some fields: texts such as `local.steps=50`, or values by field, of which None stands for the default."""
+
 _KINDS: dict[int | str, str] = {
     "int": "a number",
     "float": "a number",
@@ -152,12 +155,12 @@ class Settings(Generic[S]):
             raise self.error(self.name, str(path), expected="a TOML file with settings; this file is empty")
         return text
 
-    def to_json(self, text: str, overrides: Iterable[str] = (), *, origin: str) -> str:
-        """TOML text as JSON, with `section.key=value` overrides on top.
+    def to_json(self, text: str, overrides: Overrides = (), *, origin: str) -> str:
+        """TOML text as JSON, with overrides on top.
 
         Args:
             text: The TOML.
-            overrides: What `--set` was given, in order; a value that is no TOML is taken as a string.
+            overrides: What `--set` was given, in order, or values by field.
             origin: Where the text is from, for errors.
 
         Raises:
@@ -167,13 +170,29 @@ class Settings(Generic[S]):
             tree: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise self.error(self.name, origin, expected=f"valid TOML ({error})") from error
-        for override in overrides:
-            self._override(tree, override)
+        self.put(tree, overrides)
+        return self.text(tree, origin)
+
+    def put(self, tree: dict[str, Any], overrides: Overrides) -> None:
+        """Set fields of a tree of values; None removes one, so that it has its default.
+
+        Raises:
+            CloisterError: of class `error`: one cannot be set.
+        """
+        for option, field, value in self._values(overrides):
+            self._put(tree, option, field, value)
+
+    def text(self, tree: Mapping[str, Any], *shown: str) -> str:
+        """Values as JSON: those that JSON has, sections, paths, and numbers of NumPy.
+
+        Raises:
+            CloisterError: of class `error`, with `shown` as the value: there are others.
+        """
         try:
-            return json.dumps(tree)
-        except TypeError:
+            return json.dumps(dict(tree), default=_plain)
+        except (AttributeError, TypeError, ValueError):
             raise self.error(
-                self.name, origin, expected="only numbers, strings, booleans and lists as values, no dates"
+                self.name, *shown, expected="only numbers, strings, booleans and lists as values, no dates"
             ) from None
 
     def from_json(self, text: str | bytes, *, origin: str = "") -> S:
@@ -189,28 +208,44 @@ class Settings(Generic[S]):
         try:
             return self.section.model_validate_json(text)
         except (ValidationError, self.error) as error:  # the second is of a validator of the class
-            found = self._first(error) if isinstance(error, ValidationError) else error
+            found = self.first(error) if isinstance(error, ValidationError) else error
             raise self.error.of(found, f"{origin}: {found.field}" if origin else "") from error
 
-    def _override(self, tree: dict[str, Any], override: str) -> None:
-        dotted, equals, text = override.partition("=")
-        keys = [key.strip() for key in dotted.split(".")]
-        if not equals or len(keys) < 2 or not all(keys):
-            raise self.error("--set", override, expected="section.key=value, such as local.steps=50")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text.strip()  # a bare word is a string: --set model.name=gpt2
+    def _values(self, overrides: Overrides) -> Iterator[tuple[str, str, Any]]:
+        """Each override as it was given, its field, and its value; a value of an option that is no TOML is text."""
+        if isinstance(overrides, Mapping):
+            yield from ((field, field, value) for field, value in overrides.items())
+            return
+        for override in overrides:
+            field, equals, text = override.partition("=")
+            if not equals:
+                raise self._wrong(override)
+            try:
+                value = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = text.strip()  # a bare word is a string: --set model.name=gpt2
+            yield override, field, value
+
+    def _wrong(self, option: str) -> CloisterError:
+        return self.error("--set", option, expected="section.key=value, such as local.steps=50")
+
+    def _put(self, tree: dict[str, Any], option: str, field: str, value: Any) -> None:
+        keys = [key.strip() for key in field.split(".")]
+        if len(keys) < 2 or not all(keys):
+            raise self._wrong(option)
         for key in keys[:-1]:
             below = tree.setdefault(key, {})
             if not isinstance(below, dict):
                 raise self.error(
-                    "--set", override, expected=f"a section before the last dot; {key} is a single value"
+                    "--set", option, expected=f"a section before the last dot; {key} is a single value"
                 )
             tree = below
-        tree[keys[-1]] = value
+        if value is None:
+            tree.pop(keys[-1], None)
+        else:
+            tree[keys[-1]] = value
 
-    def _first(self, invalid: ValidationError) -> CloisterError:
+    def first(self, invalid: ValidationError) -> CloisterError:
         """Pydantic's first complaint in the section's words: field, its value if that helps, what was expected, fix."""
         errors = invalid.errors(include_url=False)
         error = errors[0]
@@ -257,6 +292,15 @@ class Settings(Generic[S]):
         return (
             next((each.expected for each in field.metadata if isinstance(each, InWords)), "") if field else ""
         )
+
+
+def _plain(value: Any) -> object:
+    """What JSON has for a value that it does not know."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, PurePath):
+        return str(value)
+    return value.item()  # of NumPy's numbers; others have none, or several values
 
 
 def in_words(message: str) -> str:

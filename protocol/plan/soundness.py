@@ -1,7 +1,7 @@
-"""The only ways to a plan: read it, then check that its sections agree with each other.
+"""Sound plans: read one, or build one; its sections agree with each other, or a `PlanError` says what does not.
 
-`load`, `parse` and `from_json` return a sound `Plan` or raise `PlanError` with the field, its value, what was expected
-and the fix. `protocol/plan/settings.py` checks each field on its own, and `plan.py` says beside a field where it has an
+`Plan` is sound by construction. An error names the field, its value, what was expected and the fix.
+`protocol/plan/settings.py` checks each field on its own, and `plan.py` says beside a field where it has an
 effect (`Only`). What is left is here: settings that each section allows, but that together would release what no charge
 covers, would break the masks of the secure sum, or contradict what they mean. Each refusal names one of these three
 (`Because`), and no other reason is one.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+from pydantic import model_validator
 from pydantic_core import PydanticUndefined
 
 from cloister.protocol.errors import ParameterError, PlanError
@@ -27,12 +28,10 @@ from cloister.protocol.plan.plan import (
     SMALLEST_COHORT,
     WIDEST_BALANCE,
     CorrelatedSection,
-    Plan,
 )
-from cloister.protocol.plan.settings import Because, Only, Section, Settings
+from cloister.protocol.plan.plan import Plan as Contract
+from cloister.protocol.plan.settings import Because, Only, Overrides, Section, Settings
 from cloister.protocol.plan.threshold import LARGEST
-
-_SETTINGS = Settings(Plan, "plan", PlanError)
 
 
 class Refusal(NamedTuple):
@@ -46,44 +45,103 @@ class Refusal(NamedTuple):
     """What is wrong; None: the field's value in the plan."""
 
 
-def load(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """Read the TOML plan at `path`, with `section.key=value` overrides on top, and check it.
+class Plan(Contract):
+    """The contract of a run, sound by construction: each way to one checks it.
+
+    `Plan(local=LocalSection(steps=50), run={"rounds": 3})` has the given sections, typed or as mappings, and the
+    defaults of the others. Only `model_copy` does not check what it changes.
 
     Raises:
-        PlanError: the file cannot be read, is blank or no TOML, or the plan is not sound.
+        PlanError: a field is wrong, or the plan is not sound: the first refusal.
     """
-    return parse(_SETTINGS.read(path), overrides, origin=str(path))
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        for refusal in refusals(self):
+            value = _value(self, refusal.field) if refusal.value is None else refusal.value
+            shown = () if value is None else ("set" if isinstance(value, Section) else value,)
+            raise PlanError(refusal.field, *shown, expected=refusal.expected, fix=refusal.fix)
+        return self
+
+    @classmethod
+    def load(cls, plan: str | Path, overrides: Overrides = ()) -> Plan:
+        """Read a plan, with overrides on top, and check it.
+
+        Args:
+            plan: A TOML file, or the name of a shipped plan, such as `private-sites`.
+            overrides: As for `parse`.
+
+        Raises:
+            PlanError: there is no such plan, it cannot be read, is blank or no TOML, or is not sound.
+        """
+        path = Path(plan)
+        if isinstance(plan, Path) or path.is_file() or path.suffix or len(path.parts) > 1:
+            return cls.parse(_SETTINGS.read(path), overrides, origin=str(plan))
+        known = shipped_plans()
+        if plan not in known:
+            names = ", ".join(sorted(known))
+            raise PlanError("plan", plan, expected=f"an existing TOML file, or a shipped plan: {names}")
+        return cls.parse(known[plan], overrides, origin=f"the shipped plan {plan}")
+
+    @classmethod
+    def parse(cls, text: str, overrides: Overrides = (), *, origin: str = "plan") -> Plan:
+        """Read a plan from TOML text, with overrides on top, and check it.
+
+        What the text sets and an override leaves without effect is dropped, unless it has a reason (`Only.why`):
+        another optimizer does not need the constants of the one before, but no override takes a charge or a mask away
+        unseen.
+
+        Args:
+            text: The TOML.
+            overrides: Values by field, such as `{"local.steps": 50}`; None stands for the field's default. Or texts, as
+                of `--set`: `local.steps=50`.
+            origin: What an error about the text as a whole calls it.
+
+        Raises:
+            PlanError: the text is no TOML, or the plan is not sound.
+        """
+        if not isinstance(overrides, Mapping):
+            overrides = list(overrides)
+        given = [override.partition("=")[0].strip() for override in overrides]
+        return from_json(_effective(_SETTINGS.to_json(text, overrides, origin=origin), given))
+
+    def changed(self, values: Mapping[str, Any] | None = None, **sections: Any) -> Plan:
+        """The plan with other values of some fields, checked: `changed({"local.steps": 50})`, `changed(local={"steps":
+        50})`. Other fields that have no effect beside them get their defaults, as in `parse`.
+
+        Args:
+            values: By field; None stands for its default. One of them may itself have no effect beside the others.
+            sections: The same, by section.
+
+        Raises:
+            PlanError: the plan is not sound.
+        """
+        fields = {
+            f"{section}.{name}": value
+            for section, found in sections.items()
+            for name, value in dict(found).items()
+        }
+        return changed(self, {**(values or {}), **fields})
 
 
-def parse(text: str, overrides: Iterable[str] = (), *, origin: str = "plan") -> Plan:
-    """Read a plan from TOML text, with `section.key=value` overrides on top, and check it.
+_SETTINGS = Settings(Contract, "plan", PlanError)
+"""Reads the fields, and does not check the whole."""
+_SOUND = Settings(Plan, "plan", PlanError)
 
-    What the text sets and an override leaves without effect is dropped, unless it has a reason (`Only.why`): another
-    optimizer does not need the constants of the one before, but no override takes a charge or a mask away unseen.
-
-    Raises:
-        PlanError: the text is no TOML, or the plan is not sound.
-    """
-    overrides = list(overrides)
-    given = [override.partition("=")[0].strip() for override in overrides]
-    return from_json(_effective(_SETTINGS.to_json(text, overrides, origin=origin), given))
+load, parse, from_json = Plan.load, Plan.parse, _SOUND.from_json
 
 
-def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
-    """A plan with other values of some fields, checked; what they leave without effect has its default, as in `parse`.
+def shipped_plans() -> dict[str, str]:
+    """The text of each plan that comes with the program, by name."""
+    paths = sorted(Path(__file__).with_name("shipped").glob("*.toml"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
-    Args:
-        plan: The plan.
-        values: By field, such as `local.steps`; one of them may itself have no effect beside the others.
 
-    Raises:
-        PlanError: the plan is not sound.
-    """
+def changed(plan: Contract, values: Mapping[str, Any]) -> Plan:
+    """`Plan.changed` of any plan."""
     tree: dict[str, Any] = json.loads(plan.to_json())
-    for field, value in values.items():
-        *path, name = field.split(".")
-        reduce(lambda section, key: section.setdefault(key, {}), path, tree)[name] = value
-    return from_json(_effective(json.dumps(tree), list(values), even_given=True))
+    _SETTINGS.put(tree, values)
+    return from_json(_effective(_SETTINGS.text(tree), list(values), even_given=True))
 
 
 def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> str:
@@ -101,21 +159,7 @@ def _effective(text: str, given: Sequence[str], *, even_given: bool = False) -> 
     return json.dumps(tree)
 
 
-def from_json(text: str | bytes) -> Plan:
-    """Read a plan from JSON and check it.
-
-    Raises:
-        PlanError: the text is no JSON, or the plan is not sound: the first refusal.
-    """
-    plan = _SETTINGS.from_json(text)
-    for refusal in refusals(plan):
-        value = _value(plan, refusal.field) if refusal.value is None else refusal.value
-        shown = () if value is None else ("set" if isinstance(value, Section) else value,)
-        raise PlanError(refusal.field, *shown, expected=refusal.expected, fix=refusal.fix)
-    return plan
-
-
-def recorded(text: str | bytes) -> Plan:
+def recorded(text: str | bytes) -> Contract:
     """Read a plan from JSON that was written for a checked one; each field is checked, but not the plan as a whole.
 
     Raises:
@@ -124,7 +168,7 @@ def recorded(text: str | bytes) -> Plan:
     return _SETTINGS.from_json(text)
 
 
-def refusals(plan: Plan) -> Iterator[Refusal]:
+def refusals(plan: Contract) -> Iterator[Refusal]:
     """Why a plan is not sound; nothing if it is."""
     vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_buffer
     training = _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
@@ -132,7 +176,7 @@ def refusals(plan: Plan) -> Iterator[Refusal]:
         yield from check(plan)
 
 
-def _value(plan: Plan, field: str) -> Any:
+def _value(plan: Contract, field: str) -> Any:
     """The value of a field, such as `local.steps`; None where a section on the way is not set."""
     found: Any = plan
     for name in field.split("."):
@@ -140,7 +184,7 @@ def _value(plan: Plan, field: str) -> Any:
     return found
 
 
-def _of_effect(plan: Plan) -> Iterator[Refusal]:
+def _of_effect(plan: Contract) -> Iterator[Refusal]:
     """Fields, and values of fields, that are not valid beside others (`Only`); and fields that are needed."""
     useless: dict[frozenset[str], list[str]] = {}  # the fields to remove, by the fields that leave them so
     for field, value, default, tags in _tagged(plan, ""):
@@ -165,12 +209,12 @@ def _words(tags: Sequence[Only]) -> str:
     return " and ".join(tag.words for tag in tags)
 
 
-def _broken(plan: Plan, value: Any, default: Any, tags: Sequence[Only]) -> list[Only]:
+def _broken(plan: Contract, value: Any, default: Any, tags: Sequence[Only]) -> list[Only]:
     """The conditions of a field that its value does not meet."""
     return [tag for tag in tags if tag.applies(value, default) and not _holds(plan, tag)]
 
 
-def _holds(plan: Plan, tag: Only) -> bool:
+def _holds(plan: Contract, tag: Only) -> bool:
     return tag.holds(_value(plan, tag.field))
 
 
@@ -189,7 +233,7 @@ def _tagged(section: Section, path: str) -> Iterator[tuple[str, Any, Any, list[O
             yield from _tagged(value, at)
 
 
-def _of_sum(plan: Plan) -> Iterator[Refusal]:
+def _of_sum(plan: Contract) -> Iterator[Refusal]:
     """A sum that overflows, or a secure sum over too few or too many sites, or without a threshold."""
     sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
     if sites * 2 > 2 ** (bits - 1) - 1:
@@ -231,7 +275,7 @@ def _of_sum(plan: Plan) -> Iterator[Refusal]:
             )
 
 
-def _insecure(plan: Plan, n: int) -> ParameterError | None:
+def _insecure(plan: Contract, n: int) -> ParameterError | None:
     """Why a draw of n sites is no secure sum; None if it is one."""
     if n < SMALLEST_COHORT:
         field = "cohort.sites" if plan.cohort.sites < SMALLEST_COHORT else "cohort.fraction"
@@ -249,13 +293,13 @@ def _insecure(plan: Plan, n: int) -> ParameterError | None:
     return None
 
 
-def _secure_in(plan: Plan, groups: int) -> bool:
+def _secure_in(plan: Contract, groups: int) -> bool:
     """Whether each of so many groups is a secure sum."""
     least, more = divmod(plan.cohort.size(), groups)
     return all(_insecure(plan, n) is None for n in range(least, least + 1 + bool(more)))
 
 
-def _of_groups(plan: Plan) -> Iterator[Refusal]:
+def _of_groups(plan: Contract) -> Iterator[Refusal]:
     """Groups whose median is not robust, and what is only sound for one mean over all sites of a round."""
     groups, cohort = plan.aggregation.groups, plan.cohort
     most = min(MOST_GROUPS, cohort.size())
@@ -273,7 +317,7 @@ def _of_groups(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_compression(plan: Plan) -> Iterator[Refusal]:
+def _of_compression(plan: Contract) -> Iterator[Refusal]:
     """Few bits where they would destroy the updates, save nothing, or break a guarantee."""
     aggregation = plan.aggregation
     compression, named = aggregation.compression, aggregation.few_bits
@@ -297,7 +341,7 @@ def _of_compression(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_buffer(plan: Plan) -> Iterator[Refusal]:
+def _of_buffer(plan: Contract) -> Iterator[Refusal]:
     """A buffer that would wait for more updates than there are sites."""
     cohort = plan.cohort
     if cohort.mode == "async" and cohort.needed() > cohort.sites:
@@ -309,7 +353,7 @@ def _of_buffer(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_records(plan: Plan) -> Iterator[Refusal]:
+def _of_records(plan: Contract) -> Iterator[Refusal]:
     """Classes or choices that are not two different ones, or weights for others."""
     data = plan.data
     for what, names in (("classes", data.classes), ("choices", data.choices)):
@@ -332,7 +376,7 @@ def _of_records(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_guarantee(plan: Plan) -> Iterator[Refusal]:
+def _of_guarantee(plan: Contract) -> Iterator[Refusal]:
     """An update that the noise of one site alone would protect; correlated noise that would not cancel."""
     privacy = plan.privacy
     if privacy.unit == "site" and not privacy.trusted_coordinator and not plan.aggregation.secure:
@@ -347,7 +391,7 @@ def _of_guarantee(plan: Plan) -> Iterator[Refusal]:
         yield from _of_correlated(plan, privacy.correlated)
 
 
-def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusal]:
+def _of_correlated(plan: Contract, correlated: CorrelatedSection) -> Iterator[Refusal]:
     """Correlated noise that would not cancel, or cohorts that do not keep to the pattern that it covers."""
     cohort, rounds = plan.cohort, plan.run.rounds
     turns, left = divmod(cohort.sites, cohort.size())
@@ -385,7 +429,7 @@ def _of_correlated(plan: Plan, correlated: CorrelatedSection) -> Iterator[Refusa
         )
 
 
-def _of_training(plan: Plan) -> Iterator[Refusal]:
+def _of_training(plan: Contract) -> Iterator[Refusal]:
     """Moments that no site would ever use."""
     local = plan.local
     if local.optimizer_state == "keep" and plan.aggregation.secure and plan.drawn:
@@ -399,7 +443,7 @@ def _of_training(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_balance(plan: Plan) -> Iterator[Refusal]:
+def _of_balance(plan: Contract) -> Iterator[Refusal]:
     """Limits of unequal steps that expose a site, or a list of them that is too long."""
     local = plan.local
     if local.balance == "fixed":
@@ -421,8 +465,22 @@ def _of_balance(plan: Plan) -> Iterator[Refusal]:
             )
 
 
-def _of_simulation(plan: Plan) -> Iterator[Refusal]:
-    """Profiles of more than all sites."""
+_NOT_A_SITE = ("coordinator", "sequences")
+"""Names that another party, or a folder beside those of the sites, has."""
+
+
+def _of_simulation(plan: Contract) -> Iterator[Refusal]:
+    """Profiles of more than all sites; names that are not one for each site."""
+    names = plan.simulation.sites
+    wrong = [name for name, times in Counter(names).items() if times > 1 or name in _NOT_A_SITE]
+    if names and (wrong or len(names) != plan.cohort.sites):
+        yield Refusal(
+            "simulation.sites",
+            f"{plan.cohort.sites} different names, as many as cohort.sites, and none of {', '.join(_NOT_A_SITE)}",
+            "name each site once",
+            "definition",
+            wrong[0] if wrong else len(names),
+        )
     shares = sum(profile.share for profile in plan.simulation.profiles)
     if shares > 1 + 1e-9:
         yield Refusal(
@@ -430,7 +488,7 @@ def _of_simulation(plan: Plan) -> Iterator[Refusal]:
         )
 
 
-def _of_poison(plan: Plan) -> Iterator[Refusal]:
+def _of_poison(plan: Contract) -> Iterator[Refusal]:
     """Poison that changes nothing."""
     poison, data = plan.faults.poison, plan.data
     if poison is None:

@@ -17,8 +17,8 @@ from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.figure import finite
 from cloister.protocol.machine.closing import Closing
 from cloister.protocol.machine.storage import lock, on_disk, remove, sync, write_bytes
-from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
-from cloister.protocol.plan.soundness import from_json
+from cloister.protocol.plan import soundness
+from cloister.protocol.plan.plan import GIVEN, SIMULATED_PUBLIC, Plan
 
 
 class _Inside:
@@ -88,6 +88,8 @@ class RunFiles:
     """The model after public training."""
     metrics_file = _Inside("metrics.jsonl")
     """The metrics, one line of JSON for each round."""
+    given = _Inside("given")
+    """The folder of public records that a Python program gave, each file named by their hash."""
     tensorboard = _Inside("tensorboard")
     """The folder of TensorBoard events."""
     checkpoints = _Inside("checkpoints")
@@ -141,7 +143,12 @@ class RunFiles:
     def evaluated_on(self, plan: Plan) -> str:
         """The value of `server.evaluation`, with the file of the records that a simulation gives to no site."""
         simulated = plan.server.evaluation == SIMULATED_PUBLIC
-        return str(self.sites.public_records) if simulated else plan.server.evaluation
+        return str(self.sites.public_records) if simulated else self.place(plan.server.evaluation)
+
+    def place(self, source: str) -> str:
+        """A source of public records, or the file of the run folder that has those that were given in its place."""
+        given = source.startswith(GIVEN)
+        return str(self.given / f"{source.removeprefix(GIVEN)}.jsonl") if given else source
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rounds' metrics, up to the first invalid line, such as one that a crash cut short."""
@@ -247,7 +254,7 @@ def stored_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(number), path) for number, path in files.items() if number.isdecimal()))
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> soundness.Plan:
     """The plan of the run in a folder.
 
     Raises:
@@ -255,7 +262,7 @@ def read_plan(path: Path) -> Plan:
     """
     file = RunFiles(path).plan_file
     try:
-        return from_json(file.read_bytes())
+        return soundness.from_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             str(path),

@@ -31,7 +31,9 @@ def public_model(folder: RunFolder, observe: Observer) -> Vector | None:
     if not path.exists():
         observe(Preparing("the model with public text"))
         trained = train_in_public(
-            plan, lambda step: observe(Step("steps of public training", step, plan.public.steps))
+            plan,
+            folder.place(plan.public.source),
+            lambda step: observe(Step("steps of public training", step, plan.public.steps)),
         )
         facts = {"plan": plan.digest(), "params_sha256": params_sha256(trained)}
         write_file(path, lambda temporary: save_file({"model": trained}, temporary, metadata=facts))

@@ -55,7 +55,7 @@ from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.rounds import Federation
 from cloister.simulations.audit.sites import SiteGame
 from cloister.simulations.federation import noise_of
-from cloister.simulations.partition import site_name
+from cloister.simulations.partition import name_of
 
 _TEMPORARY = "audit-played-"
 
@@ -92,7 +92,7 @@ def audit(
     coins = streams or NoiseStream.fresh
     noises = (lambda _who, _round: streams()) if streams else partial(noise_of, plan)
     rounds = _rounds_paid_for(folder)
-    site = _first_site(folder.sites)
+    site = _first_site(folder.plan, folder.sites)
     public = public_model(folder, lambda _event: None)
     base = base_of(plan, public)
     model = load_model(plan, base)
@@ -172,13 +172,13 @@ def _rounds_paid_for(folder: RunFolder) -> int:
     return most
 
 
-def _first_site(sites: SitesFolder) -> SiteConfig:
+def _first_site(plan: Plan, sites: SitesFolder) -> SiteConfig:
     """The configuration of the first simulated site.
 
     Raises:
         RunFolderError: it is missing.
     """
-    path = sites.config(site_name(0))
+    path = sites.config(name_of(plan, 0))
     if not path.is_file():
         raise RunFolderError(
             str(path),

@@ -43,7 +43,7 @@ from cloister.server.record.progress import RoundDone
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure, reply_in
 from cloister.simulations.audit.audited import NOTICED, Noises, TrainedBy, charged, house, prepared
-from cloister.simulations.partition import site_name
+from cloister.simulations.partition import name_of
 
 Update = Callable[[str, int], Vector | None]
 """From a site's name and a round to its update before the clip; None: it has no records."""
@@ -228,7 +228,7 @@ class Federation:
         Raises:
             EngineError: a round was not done.
         """
-        names = [site_name(index) for index in range(plan.cohort.sites)]
+        names = [name_of(plan, index) for index in range(plan.cohort.sites)]
         identities = {name: new_identity() for name in names}
         roster = Roster.of(Card.of(name, key) for name, key in identities.items())
         folder.mkdir()
@@ -250,7 +250,7 @@ class Federation:
             )
             save_identity(identities[name], identity)
             member = _Member(name, plan, turn, update, noised, noises)
-            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences)
+            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences, packages=True)
             sites.append(Site(config, resident, simulated=simulated))
         channel = _InProcess(sites)
         with RunFolder.create(folder / "run", plan) as out:

@@ -58,7 +58,7 @@ from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan.plan import Plan
 from cloister.simulations.audit.audited import FAR, LENGTHS, Audited, Noises, Progress, Streams, played
 from cloister.simulations.audit.rounds import Federation, Released, Samples
-from cloister.simulations.partition import site_name
+from cloister.simulations.partition import name_of
 
 _UPDATES = 500
 """Updates of sites, unless the caller says otherwise."""
@@ -381,7 +381,7 @@ class SiteGame:
 
 def _cohorts(plan: Plan) -> list[list[str]]:
     """The sites of each sum of a run: each round has one, or one for each group."""
-    everyone = [site_name(index) for index in range(plan.cohort.sites)]
+    everyone = [name_of(plan, index) for index in range(plan.cohort.sites)]
     draw = draw_of(plan, TRAIN)
     return [
         list(group) for number in range(1, plan.run.rounds + 1) for group in draw.divided(everyone, number)

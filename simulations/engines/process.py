@@ -33,6 +33,22 @@ def collect_rarely() -> None:
 
 
 @contextmanager
+def as_before() -> Iterator[None]:
+    """Collect rarely until exit, and then let this process be as it was: its collector, and the threads of torch."""
+    import torch
+
+    threads, thresholds, frozen = torch.get_num_threads(), gc.get_threshold(), gc.get_freeze_count()
+    collect_rarely()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.set_threshold(*thresholds)
+        if not frozen:
+            gc.unfreeze()
+
+
+@contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process and restore their previous values at exit."""
     before = {name: os.environ.get(name) for name in variables}

@@ -26,7 +26,7 @@ from cloister.server.record.folder import RunFiles, RunFolder, SitesFolder
 from cloister.server.record.progress import Observer, Preparing
 from cloister.simulations.engines import fork_server
 from cloister.simulations.federation import lay_out_records, write_config
-from cloister.simulations.partition import site_name
+from cloister.simulations.partition import name_of
 from cloister.simulations.rehearsal.provision import parties
 
 _START_S = 120.0
@@ -54,7 +54,7 @@ def prepare(folder: RunFolder, observe: Observer) -> None:
 def _fill(plan: Plan, federation: Path, folder: Path) -> None:
     sites, now = SitesFolder(folder), datetime.datetime.now(datetime.UTC)
     lay_out_records(plan, folder)
-    names = [site_name(index) for index in range(plan.cohort.sites)]
+    names = [name_of(plan, index) for index in range(plan.cohort.sites)]
     for index, name in enumerate(names):
         sites.site(name).chmod(0o700)
         write_config(plan, sites, index)

@@ -23,6 +23,7 @@ from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import BudgetError, PlanError, SearchError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed
+from cloister.simulations.planning import dimension_of
 from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_trial
 
 _PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps")
@@ -185,18 +186,3 @@ def _corners(plan: Plan, search: Search) -> list[tuple[Event, ...]]:
         with suppress(PlanError):
             found[_run(plan, dict(zip((one.field for one in priced), values, strict=True)))] = None
     return list(found) or [usual]
-
-
-_dimensions: dict[str, int] = {}
-
-
-def dimension_of(plan: Plan) -> int:
-    """The trained parameters of a plan's model, as far as its cost depends on their number."""
-    if plan.privacy.unit != "site":
-        return 1
-    from cloister.lm.model.model import count_parameters  # takes seconds to import
-
-    key = plan.model.model_dump_json()
-    if key not in _dimensions:
-        _dimensions[key] = count_parameters(plan).trained
-    return _dimensions[key]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from cloister.cli.main import main
-from cloister.cli.options.shared_options import shipped_plans
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import (
     Gaussian,
     SampledGaussian,
 )
 from cloister.privacy.mechanism.site_noise import skellam_for
+from cloister.protocol.plan.soundness import shipped_plans
 
 OWNERS = "adding or removing all records of one owner at one site"
 SITES = "adding or removing all records of one site, which sends zeros in every coordinate if it has none"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.cli.show.display import Absent
+from cloister.server.display import Absent
 from cloister.server.record.progress import NotJoined, Preparing
 
 WAIT_S = 120.0

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from cloister.cli.main import VERBS, command_parser, main
 from cloister.cli.show.console import PipedConsole
-from cloister.cli.show.display import LineDisplay
 from cloister.cli.show.execution import execute
 from cloister.cli.verbs import generate
 from cloister.cli.verbs.plan import warnings
@@ -27,6 +26,7 @@ from cloister.lm.text.sources import overlap
 from cloister.protocol.errors import PlanError, QuorumError, RunFolderError, StorageError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.soundness import parse
+from cloister.server.display import LineDisplay
 from cloister.server.federation.deployment import Deployment
 from cloister.server.record.folder import RunFolder, read_plan
 from cloister.server.record.journal import CREATED, DONE, Journal

@@ -20,7 +20,7 @@ from cloister.protocol.identity.address import port_of
 from cloister.tests.parties.operators import PAGE, SITE
 from cloister.tests.parties.provisioned import FOUNDING
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted(DEPLOY.glob("*.service"))
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")

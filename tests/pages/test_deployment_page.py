@@ -24,7 +24,7 @@ from cloister.server.federation.registry import Registry
 from cloister.tests.parties.door_parties import Relay
 from cloister.tests.tools.command import done, found
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 HERE = re.sub(
     r"^## (Join a federation|Run it|A second run|Services)\n.*?(?=^## )",
     "",

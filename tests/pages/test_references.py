@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from cloister.protocol.plan.plan import Plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "privacy", "lm", "aggregation", "clients", "server", "simulations", "cli")
 _DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
 _FILE = re.compile(r"`((?:\w+/)*\w+\.py)`")

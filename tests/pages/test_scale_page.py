@@ -35,7 +35,7 @@ from cloister.server.door.grid import most_bytes_of
 from cloister.server.federation.cost import cost
 from cloister.tests.tools.raises import raises
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Deployments\n")[2].partition("\n## ")[0]
 TABLES = [
     [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]

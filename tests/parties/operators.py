@@ -23,7 +23,7 @@ from typing import Protocol
 from cloister.clients.setup.templates import with_values
 from cloister.tests.parties.federation import write_records
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 SITE = "north-hospital"
 """The site whose commands the page has; the other sites type the same with their own name."""
 OTHERS = ("east-clinic", "south-lab")

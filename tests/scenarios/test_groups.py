@@ -19,7 +19,6 @@ from rich.console import Console
 from cloister.aggregation.features.groups import median
 from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.sums import Sums
-from cloister.cli.show.display import LiveDisplay
 from cloister.clients.site import Site
 from cloister.privacy.accounting.claims import assumptions, mechanism
 from cloister.privacy.accounting.terms import terms_of
@@ -32,6 +31,7 @@ from cloister.protocol.messages.digest import instructions_digest
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Advertise, Agree, Join, Request
 from cloister.protocol.plan.soundness import load, parse
 from cloister.protocol.plan.threshold import parameters
+from cloister.server.display import LiveDisplay
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history

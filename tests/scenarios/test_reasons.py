@@ -18,7 +18,6 @@ from rich.console import Console
 from cloister.aggregation.secure.secure_site import Member
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
-from cloister.cli.show.display import LineDisplay, LiveDisplay, describe
 from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.lm.model.layout import Layout
@@ -44,6 +43,7 @@ from cloister.protocol.messages.refusal import sign_refusal
 from cloister.protocol.messages.wire import Buffer, decode_reply, encode
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json
+from cloister.server.display import LineDisplay, LiveDisplay, describe
 from cloister.server.record.attempt import KeptAttempt
 from cloister.server.record.journal import Journal
 from cloister.server.record.progress import Event, SiteFailed

@@ -391,7 +391,7 @@ def test_displays_know_all_figures_without_torch() -> None:
     """A run imports torch while its workers do; a display that imported it before would make a person wait twice."""
     code = (
         "import sys\nfrom cloister.aggregation.features.registry import FIGURES\n"
-        "import cloister.cli.show.display, cloister.cli.show.execution, cloister.cli.show.follow\n"
+        "import cloister.server.display, cloister.cli.show.execution, cloister.cli.show.follow\n"
         "assert FIGURES\n"
         "heavy = {'torch', 'transformers', 'dp_accounting', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy"

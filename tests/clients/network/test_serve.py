@@ -16,7 +16,6 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloister.cli.show.display import describe
 from cloister.clients.app import client_app
 from cloister.clients.network.serve import Served, answered, reticent
 from cloister.protocol.encoding import pack, unpack
@@ -53,6 +52,7 @@ from cloister.protocol.messages.messages import (
 )
 from cloister.protocol.messages.refusal import sign_refusal, verify_refusal
 from cloister.protocol.messages.wire import VERSION, Buffer, decode_reply, encode, view
+from cloister.server.display import describe
 from cloister.server.door.carrier import identify
 from cloister.server.federation.app import GridChannel
 from cloister.server.record.progress import NotJoined

@@ -168,7 +168,7 @@ def test_process_sees_its_connections_and_who_has_the_far_end(family: socket.Add
 
 def test_no_source_has_a_collective_of_objects() -> None:
     """They are pickled, and who unpickles them runs what he is sent."""
-    root = Path(peers.__file__).parents[2]
+    root = Path(peers.__file__).resolve().parents[2]
     sources = [
         path for room in ("clients", "lm", "privacy", "aggregation") for path in (root / room).rglob("*.py")
     ]

@@ -21,7 +21,7 @@ from cloister.tests.tools.raises import raises
 
 HASH = "ab" * 32
 
-PLAN = parse("", ["run.rounds=10", "data.sequence_length=64"])
+PLAN: Plan = parse("", ["run.rounds=10", "data.sequence_length=64"])
 PLAN = changed(PLAN, "privacy", unit="record", delta=1e-5)
 PLAN = changed(PLAN, "model", name="meta-llama/Llama-3.2-1B", adapter=AdapterSection(scheme="ffa-lora"))
 

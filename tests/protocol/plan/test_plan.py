@@ -24,7 +24,7 @@ def refusal(text: str, *overrides: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("plan", sorted(files("cloister.simulations.plans").iterdir(), key=str), ids=str)
+@pytest.mark.parametrize("plan", sorted(files("cloister.protocol.plan.shipped").iterdir(), key=str), ids=str)
 def test_shipped_plans_are_sound(plan: Path) -> None:
     if plan.name.endswith(".toml"):
         assert parse(plan.read_text(encoding="utf-8")).run.name == plan.name.removesuffix(".toml")

@@ -296,7 +296,7 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
     ],
 )
 def test_shipped_plans_protect_what_their_names_say(name: str, unit: str) -> None:
-    plan = load(Path(str(files("cloister.simulations.plans").joinpath(name))))
+    plan = load(Path(str(files("cloister.protocol.plan.shipped").joinpath(name))))
     assert plan.privacy.unit == unit
 
 

@@ -15,8 +15,8 @@ from cloister.protocol.plan.template import to_toml
 from cloister.tests.pages.plan_page import to_page
 from cloister.tests.tools.command import done
 
-PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
-SHIPPED = sorted(Path(str(files("cloister.simulations.plans"))).glob("*.toml"))
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
+SHIPPED = sorted(Path(str(files("cloister.protocol.plan.shipped"))).glob("*.toml"))
 FULL = """
 [data]
 classes = ["a \\u007f \\"b\\"", "é\\n"]

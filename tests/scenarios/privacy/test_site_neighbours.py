@@ -30,7 +30,7 @@ from cloister.protocol.plan.soundness import parse
 from cloister.tests.tools.mutants import ENCODE, TAIL, Mutant
 from cloister.tests.tools.overheard import Overheard
 
-SHIPPED = files("cloister.simulations.plans").joinpath("private-sites.toml").read_text(encoding="utf-8")
+SHIPPED = files("cloister.protocol.plan.shipped").joinpath("private-sites.toml").read_text(encoding="utf-8")
 NOISY = ["privacy.noise_multiplier=1.5", "privacy.adaptive={count_noise=1.0}"]
 CENTRAL = [
     "privacy.trusted_coordinator=true",

@@ -573,7 +573,9 @@ GRPC = next(
     each.specifier
     for each in map(
         Requirement,
-        tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["dependencies"],
+        tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"][
+            "dependencies"
+        ],
     )
     if each.name == "grpcio"
 )
@@ -1172,7 +1174,7 @@ def test_a_part_is_what_protobuf_writes(size: int) -> None:
 
 def test_the_generated_files_are_those_of_the_proto(tmp_path: Path) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed")
-    protocol = Path(__file__).parents[3] / "protocol" / "messages"
+    protocol = Path(__file__).resolve().parents[3] / "protocol" / "messages"
     made = ["protoc", f"-I{protocol}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "door.proto"]
     assert protoc.main(made) == 0
     for name in ("door_pb2.py", "door_pb2.pyi"):

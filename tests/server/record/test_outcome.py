@@ -13,11 +13,11 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 
 from cloister.cli.show import outcome as shown
-from cloister.cli.show.display import LineDisplay, LiveDisplay, describe
 from cloister.clients.app import client_app
 from cloister.clients.ranks.resident import Resident
 from cloister.lm.model.model import load_model
 from cloister.protocol.errors import ModelError, PlanError
+from cloister.server.display import LineDisplay, LiveDisplay, describe
 from cloister.server.door.carrier import identify
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder, read_plan

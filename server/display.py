@@ -23,31 +23,6 @@ _LONGEST_S = 1e9
 """Seconds of rounds that the time left follows from: all."""
 
 
-class LineDisplay:
-    """Shows a run while it is in progress: one plain line for each event, for logs and pipes.
-
-    A context manager. `event` and `watch` may be called from any thread.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def event(self, event: progress.Event) -> None:
-        """Show an event of the run."""
-        line = describe(event)
-        if line:
-            self._console.print(Text(line), soft_wrap=True)
-
-    def watch(self, site: str, at_work: bool) -> None:
-        """Show that a site started or stopped working: not in lines, because a log would be full of them."""
-
-
 class Absent(dict[str, str]):
     """The sites that take no part in a run, each with the reason."""
 
@@ -60,6 +35,34 @@ class Absent(dict[str, str]):
                 self[site] = reason
             case progress.SiteAnswered(site=site):
                 self.pop(site, None)  # it has joined since
+
+
+class LineDisplay:
+    """Shows a run while it is in progress: one plain line for each event, for logs and pipes.
+
+    A context manager. `event` and `watch` may be called from any thread.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.absent = Absent()
+        """The sites that take no part."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def event(self, event: progress.Event) -> None:
+        """Show an event of the run."""
+        self.absent.event(event)
+        line = describe(event)
+        if line:
+            self._console.print(Text(line), soft_wrap=True)
+
+    def watch(self, site: str, at_work: bool) -> None:
+        """Show that a site started or stopped working: not in lines, because a log would be full of them."""
 
 
 def describe(event: progress.Event) -> str:

@@ -1,0 +1,152 @@
+"""Records that a Python program gives to a simulation: for each site, and public ones.
+
+They are read once, into memory. Those of a site go to its folder in the run folder, the public ones to `given/`, so a
+run goes on without the objects. In place of a source the plan has `given:` and the SHA-256 of the records: those of
+the sites by name, in the order and the form in which they are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloister.lm.tasks.registry import task_of
+from cloister.lm.text.corpus import corpus_records, given_records
+from cloister.lm.text.records import Record, Records, read_records
+from cloister.protocol.errors import DataError
+from cloister.protocol.plan.plan import GIVEN, NO_EVALUATION, SIMULATED_PUBLIC, DataSection
+from cloister.protocol.plan.plan import Plan as Contract
+from cloister.protocol.plan.soundness import Plan, changed
+from cloister.server.record.folder import RunFiles
+from cloister.simulations.partition import line_of, write_records
+
+_PUBLIC = {"public": "public.source", "evaluation": "server.evaluation"}
+"""The field of the plan for each kind of public records."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Records that were given, and the plan that names them."""
+
+    plan: Plan
+    sites: Mapping[str, Records]
+    """The records of each site, by its name; empty: the plan's own source is divided over the sites."""
+    public: Mapping[str, Records]
+    """Public records that were given as objects, by the field of the plan."""
+
+    @classmethod
+    def of(cls, plan: Contract, sites: Mapping[str, Any] | None, **public: Any) -> Given:
+        """Read what was given, and name it in the plan.
+
+        Args:
+            plan: The plan.
+            sites: Records by the name of the site, as `given_records` reads them; None: the plan's own source.
+            public: `public` and `evaluation`: a source as the plan names it, or records; None: the plan's own.
+
+        Raises:
+            DataError: they cannot be read.
+            PlanError: the plan is not sound with them.
+        """
+        changes: dict[str, Any] = {}
+        objects: dict[str, Records] = {}
+        for kind, field in _PUBLIC.items():
+            value = public.get(kind)
+            if isinstance(value, str | Path):
+                changes[field] = str(Path(value).absolute()) if Path(value).exists() else str(value)
+            elif value is not None:
+                objects[field] = given_records(value, kind)
+                changes[field] = GIVEN + _digest({"": objects[field]})
+        read: dict[str, Records] = {}
+        if sites is not None:
+            read = {name: given_records(sites[name], f"sites[{name!r}]") for name in sorted(sites)}
+            changes |= {"cohort.sites": len(read), "simulation.sites": list(read)}
+            changes["simulation.source"] = GIVEN + _digest(read)
+        return cls(changed(plan, changes), read, objects)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are objects, which a run that goes on would not have."""
+        return bool(self.sites or self.public)
+
+    def write_public(self, files: RunFiles) -> None:
+        """Write the public records to a run folder."""
+        for field, records in self.public.items():
+            source = {
+                "public.source": self.plan.public.source,
+                "server.evaluation": self.plan.server.evaluation,
+            }
+            path = Path(files.place(source[field]))
+            path.parent.mkdir(exist_ok=True)
+            write_records(path, records)
+
+
+def _digest(records: Mapping[str, Records]) -> str:
+    digest = hashlib.sha256()
+    for name, own in records.items():
+        digest.update(f"{json.dumps(name)}\n".encode())
+        for record in own:
+            digest.update(f"{line_of(record)}\n".encode(errors="backslashreplace"))
+    return digest.hexdigest()
+
+
+def check_apart(plan: Contract, given: Given, theirs: Iterable[Record]) -> None:
+    """Check that no record that a plan with a privacy unit names as public is one of its sites.
+
+    Two records are equal if what the plan learns from is: texts, prompts with completions, or messages. A public record
+    that is a part of a site's, or says the same in other words, is not found.
+
+    Args:
+        plan: The plan.
+        given: What was given.
+        theirs: The records of the sites.
+
+    Raises:
+        DataError: there is one: training or evaluation on it would be a release without a charge.
+    """
+    if plan.privacy.unit == "none":
+        return
+    known = {_content(record, plan.data) for record in theirs}
+    evaluation = plan.server.evaluation
+    sources = {
+        "public.source": (plan.public.source, plan.public.split),
+        "server.evaluation": (evaluation, "train"),
+    }
+    for field, (source, split) in sources.items():
+        if source in ("", NO_EVALUATION, SIMULATED_PUBLIC):
+            continue
+        records = given.public.get(field) or corpus_records(source, field=field, split=split).records
+        _check(records, known, plan.data, field)
+
+
+def check_other(plan: Contract, files: RunFiles, text: str, field: str) -> None:
+    """Check that a source has no record that a site of a run was given; the rest as `check_apart`.
+
+    Args:
+        plan: The plan of the run.
+        files: Its folder.
+        text: The source.
+        field: The option that named it.
+    """
+    sites = [str(files.sites.site(name) / "data.jsonl") for name in plan.simulation.sites]
+    known = {_content(record, plan.data) for path in sites for record in read_records(path)}
+    if known:
+        _check(corpus_records(text, field=field).records, known, plan.data, field)
+
+
+def _check(records: Iterable[Record], known: set[str], data: DataSection, field: str) -> None:
+    for number, record in enumerate(records, 1):
+        if _content(record, data) in known:
+            raise DataError(
+                field,
+                expected=f"public records, and record {number} is also one of a site",
+                fix="give other records; server.evaluation may be simulation:public, which no site has",
+            )
+
+
+def _content(record: Record, data: DataSection) -> str:
+    """What a plan learns from in a record."""
+    return line_of({field: record.get(field) for field in task_of(data).content})
