@@ -52,9 +52,9 @@ from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.data.prepare import prepare, unit_rule
 from cloister.lm.model.frozen import is_lowered
 from cloister.lm.model.model import LanguageModel, device_for, load_model, outline
-from cloister.lm.model.passes import summed_loss
 from cloister.lm.parallel.mesh import Mesh
 from cloister.lm.parallel.parallelize import parallelize
+from cloister.lm.tasks.losses import summed_loss
 from cloister.lm.text.corpus import corpus_records
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, next_tokens
 from cloister.lm.training.train import Trainer

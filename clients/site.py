@@ -96,6 +96,8 @@ class Simulated:
     """The ledger over runs that all sites charge."""
     sequences: Callable[[], Prepared | None] = lambda: None
     """Gives the site's sequences, if they were made for all sites together; picklable."""
+    packages: bool = False
+    """Whether tasks of installed packages run without a policy that lists them: one person has started all sites."""
     task: Callable[[Task], Task] = lambda task: task
     """The task of an update as this site does it: a poisoned site changes it."""
 
@@ -177,6 +179,8 @@ class Site:
         """
         plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
+        if not self._simulated.packages:
+            demands.check_package(plan)
         demands.check_new(plan, request.run)
         base = checked_base(request, plan)
         again = demands.has_joined(plan, request.run)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cloister.clients.embedded import Site as Site
+    from cloister.clients.training import testing as testing
     from cloister.protocol import errors as errors
     from cloister.protocol.plan import plan as plan
     from cloister.protocol.plan.soundness import Plan as Plan
@@ -29,6 +30,7 @@ _PLACES = {
     "errors": "protocol",
     "plan": "protocol.plan",
     "simulate": "simulations.run",
+    "testing": "clients.training",
 }
 """The module of each name; a module itself is a name of its package."""
 

@@ -18,7 +18,10 @@ from cloister.privacy.accounting.claims import relation, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.machine.packages import installed
 from cloister.protocol.machine.prerequisites import size
+from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.plan.pin import package_in, pinned, read_text
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 
@@ -27,13 +30,32 @@ if TYPE_CHECKING:
 
 
 def options(parser: Parser) -> None:
-    """The actions `new` and `check`."""
+    """The actions `new`, `check` and `pin`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     new = add_action(actions, _new)
     new.add_plan(default="the defaults of all fields")
     check = add_action(actions, _check)
     check.add_plan()
     check.add_json()
+    pin = add_action(actions, _pin)
+    pin.value("plan PLAN", "a TOML file")
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    """Write the version and the files' hash of a task's package into a plan.
+
+    Write the version and the hash of the installed files of the package of data.task = "PACKAGE:NAME" into a plan, so
+    that every party compares them with what it has installed. The rest of the file stays as it is.
+    """
+    path = Path(arguments.plan)
+    text = read_text(path)
+    package = package_in(text, str(path))
+    found = installed(package)
+    write_bytes(path, pinned(text, found.version, found.sha256).encode())
+    print(f"{package} {found.version}, files {found.sha256}")
+    if found.editable:
+        print("it is installed in place: a deployment refuses it until its wheel is installed")
+    return 0
 
 
 def _new(arguments: argparse.Namespace) -> int:

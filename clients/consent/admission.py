@@ -27,6 +27,7 @@ from cloister.protocol.errors import (
     StaleError,
 )
 from cloister.protocol.identity.roster import Roster
+from cloister.protocol.machine.packages import check
 from cloister.protocol.messages.cohort import Draw, draw_of
 from cloister.protocol.messages.joining import check_size, sign_joined
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Joined, Purpose, Refused, SumId
@@ -77,6 +78,27 @@ class Admission:
         self._spending.history()  # a site whose ledger is lost or older joins no run
         if self._config.policy:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
+
+    def check_package(self, plan: Plan) -> None:
+        """Refuse the task of a package that the policy does not list, or that is another one than the plan's.
+
+        Raises:
+            PolicyError: the site has no policy that lists it.
+            PlanError: it is absent, another one, or installed in place, where its files change unseen.
+        """
+        package, pinned = plan.data.own_package, plan.data.package
+        if not package:
+            return
+        policy = load_policy(Path(self._config.policy)) if self._config.policy else Policy()
+        policy.check_package(plan)
+        assert pinned is not None, "a sound plan has it"
+        if check(package, (pinned.version, pinned.sha256)).editable:
+            raise PlanError(
+                "data.package",
+                package,
+                expected="a package that is not installed in place, whose files change unseen",
+                fix=f"install its wheel: pip install {package}",
+            )
 
     def has_joined(self, plan: Plan, run: str) -> bool:
         """Whether the run has taken a consent to the plan."""

@@ -67,7 +67,6 @@ from torch import nn
 from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import losses_of_rows
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
@@ -117,6 +116,14 @@ def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> 
     """
     if any(module._compiled_call_impl is not None for module in model.module.modules()):
         raise ModelError("mesh.compile", True, expected=f"false with privacy.unit = '{plan.privacy.unit}'")
+    batches = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    if plan.data.own_package and any(isinstance(module, batches) for module in model.module.modules()):
+        raise ModelError(
+            "model.name",
+            plan.model.name,
+            expected="a model without batch normalization, whose statistics are of several rows",
+            fix="use a model with layer or group normalization",
+        )
     wanted = plan.privacy.method
     if wanted == "opacus" and (problem := _wrong_by_opacus(plan, model, divided)):
         raise PlanError(
@@ -490,7 +497,7 @@ class PrivateTrainer(Bench):
         factors = task.factors(targets)
         shares = shares / np.maximum(learned, 1) * (1 if factors is None else factors)
         weights = torch.from_numpy(shares).to(self.device, torch.float32)
-        nats = losses_of_rows(*self.forward(to_device(tokens, self.device), to_device(targets, self.device)))
+        nats = task.row_losses(*self.forward(to_device(tokens, self.device), to_device(targets, self.device)))
         (nats @ weights).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return nats.detach().double(), learned
 

@@ -6,12 +6,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from cloister.lm.model.frozen import is_lowered
 from cloister.lm.model.model import takes_positions
 from cloister.lm.tasks.task import Task
-from cloister.lm.text.sequences import NOT_LEARNED
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -65,18 +63,3 @@ class Forward:
         last = (places * (tokens != config.get_text_config().pad_token_id)).argmax(1, keepdim=True)
         mask: torch.Tensor = (places <= last).long()
         return mask
-
-
-def losses_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As `summed_loss`, for each row: (B,)."""
-    each = functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-    )
-    return each.view(targets.shape).sum(1)
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Float32 cross-entropy summed over targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cloister.lm.tasks.causal import Causal
@@ -9,7 +11,10 @@ from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.classify import Classify
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.tokenizer import load_tokenizer
+from cloister.protocol.errors import PlanError
+from cloister.protocol.machine.packages import load
 from cloister.protocol.plan.plan import DataSection, Plan
+from cloister.protocol.plan.tasks import is_own
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -18,8 +23,39 @@ TASKS: dict[str, type[Task]] = {"causal": Causal, "choices": Choices, "classify"
 
 
 def task_of(data: DataSection) -> Task:
-    """The task of a plan."""
-    return TASKS[data.task](data)
+    """The task of a plan. That of a package is imported once its files were compared with the plan.
+
+    Raises:
+        PlanError: the package is absent, or another one than the plan names, or its name is no task.
+    """
+    return _class_of(data)(data)
+
+
+def _class_of(data: DataSection) -> type[Task]:
+    if not is_own(data.task):
+        return TASKS[data.task]
+    if data.task in _TRIED:
+        return _TRIED[data.task]
+    package, name = data.task.split(":")
+    assert data.package is not None, "a sound plan names its version and files"
+    found = load("cloister.tasks", package, name, (data.package.version, data.package.sha256))
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise PlanError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
+    return found
+
+
+_TRIED: dict[str, type[Task]] = {}
+
+
+@contextmanager
+def trying(task: type[Task]) -> Iterator[str]:
+    """The name by which a plan names a class that no package registers yet, in this process and context alone."""
+    name = f"tried:{task.__name__}"
+    _TRIED[name] = task
+    try:
+        yield name
+    finally:
+        _TRIED.pop(name, None)
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
@@ -28,4 +64,4 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: as `load_tokenizer`.
     """
-    return load_tokenizer(plan.model, ends=TASKS[plan.data.task].ends)
+    return load_tokenizer(plan.model, ends=_class_of(plan.data).ends)

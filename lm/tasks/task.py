@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # they take seconds to import
 Draw = Callable[[tuple[int, ...]], NDArray[np.float64]]
 """Numbers of a shape, uniform in [0, 1), from a stream of the site."""
 
+_REFUSED = "refused by the task"
+
 _Read = tuple[Record, tuple[Text, ...], dict[str, Any], str]
 """A record, its texts, what else an example has of it, and its place."""
 
@@ -197,8 +199,10 @@ class Task(ABC):
         def read() -> Iterator[_Read]:
             for number, record in enumerate(records, start=1):
                 place = unusable.place or f"record {number}"
-                texts = self.texts(tokenizer, unusable, place, record)
-                if texts is None or (beside := self.beside(unusable, place, record)) is None:
+                # An own task may raise anything for a record, and that must tell nobody that the record is there.
+                texts = unusable.tried(_REFUSED, self.texts, tokenizer, unusable, place, record)
+                beside = unusable.tried(_REFUSED, self.beside, unusable, place, record) if texts else None
+                if texts is None or beside is None:
                     continue
                 yield record, texts, beside, unusable.place
 
@@ -302,6 +306,23 @@ class Task(ABC):
     def learned(self, targets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of labels that each row of targets (R, M) is learned from: (R,)."""
         return np.asarray((targets != NOT_LEARNED).sum(axis=1), np.int64)
+
+    def row_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of each row in nats, (B,), summed over its targets, as `outputs` gives logits and targets.
+
+        A row's loss is a function of that row alone. Training divides it by the row's number of labels (`learned`).
+        """
+        from cloister.lm.tasks.losses import losses_of_rows
+
+        return losses_of_rows(logits, targets)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses of rows, ()."""
+        if type(self).row_losses is not Task.row_losses:
+            return self.row_losses(logits, targets).sum()
+        from cloister.lm.tasks.losses import summed_loss
+
+        return summed_loss(logits, targets)
 
     def factors(self, targets: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """What the loss of each row of targets (R, M) is multiplied by in training: (R,); None: 1."""

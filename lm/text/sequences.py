@@ -75,8 +75,8 @@ def one_each(examples: Sequence[Example], length: int, labels_each: int, pad: in
     labels = np.full((len(examples), labels_each), NOT_LEARNED, np.int32)
     for row, learned, example in zip(tokens, labels, examples, strict=True):
         assert example.labels is not None
-        row[: len(example)] = example.tokens
-        learned[: len(example.labels)] = example.labels
+        row[: len(example)] = example.tokens[:length]
+        learned[: len(example.labels)] = example.labels[:labels_each]
     return Sequences(tokens, labels, None, 0)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.model import LanguageModel, seeded
-from cloister.lm.model.passes import Forward, Precision, summed_loss
+from cloister.lm.model.passes import Forward, Precision
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.tasks.task import HeldOut, Task
@@ -66,7 +66,7 @@ class Evaluator:
         counts = torch.zeros(len(names), dtype=torch.int64, device=device)
 
         def score(_: slice, targets: torch.Tensor, logits: torch.Tensor) -> None:
-            loss.add_(summed_loss(logits, targets))
+            loss.add_(task.loss(logits, targets))
             correct.add_((logits.argmax(-1) == targets).sum())
             if (counted := task.count(logits, targets)) is not None:
                 counts.add_(counted)

@@ -33,7 +33,7 @@ from torch import nn
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
-from cloister.lm.model.passes import Forward, losses_of_rows, summed_loss
+from cloister.lm.model.passes import Forward
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.registry import task_of
@@ -274,7 +274,8 @@ class Trainer(Bench):
         """
         tokens, targets, positions, factors = micro_batch
         logits, targets = self.forward(tokens, targets, positions)
-        loss = summed_loss(logits, targets) if factors is None else losses_of_rows(logits, targets) @ factors
+        task = self.task
+        loss = task.loss(logits, targets) if factors is None else task.row_losses(logits, targets) @ factors
         (loss / max(learned, 1)).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         return loss.detach()
 

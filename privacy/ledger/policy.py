@@ -63,8 +63,12 @@ class Policy(Section):
     as the revision, or a folder of the site's own, is what was read."""
     tokenizers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the tokenizers that are accepted, with their revisions, as in `models`; empty: any.
-    `model.tokenizer = "auto"` offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A tokenizer brings its chat
-    template, a program that sees every record."""
+    `model.tokenizer = "auto"` offers the model's own, by the model's name, and `bytes` for a `builtin:` model. A
+    tokenizer brings its chat template, a program that sees every record."""
+    packages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the installed packages whose tasks may run here (`data.task = "PACKAGE:NAME"`); empty: none. Such a
+    package is a program that sees every record, and so is what it imports. The plan's version and hash of its files are
+    compared before it is imported."""
     adapters: tuple[Scheme, ...] = ()
     """Adapter schemes that are accepted; empty: any."""
     most_rounds: Annotated[int, Field(ge=1)] | None = None
@@ -107,6 +111,16 @@ class Policy(Section):
                 fix="set greatest_delta, such as 1e-5",
             )
         return self
+
+    def check_package(self, plan: Plan) -> None:
+        """Refuse a plan whose task is that of a package that is not listed; nothing is imported before.
+
+        Raises:
+            PolicyError: it is not listed.
+        """
+        package = plan.data.own_package
+        if package and package not in self.packages:
+            _refuse("packages", "package", package, _one_of(self.packages) if self.packages else "none")
 
     def check(self, plan: Plan, *, noise: float, epsilon: float, cohort: int, roster_hash: str) -> None:
         """Accept a plan that meets every demand; refuse any other.

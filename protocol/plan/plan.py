@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.settings import InWords, Only, Section, Settings
-from cloister.protocol.plan.tasks import Format, Kind, TaskName, kind_of
+from cloister.protocol.plan.tasks import TASKS, Format, Kind, is_own, kind_of
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
@@ -96,6 +96,7 @@ _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owne
 _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
+_OWN = Only("data.task", but=TASKS)
 _GENERATE = Only("data.task", ("causal", "choices"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
@@ -197,18 +198,38 @@ class ModelSection(PlanSection):
         return "bytes" if self.name.startswith("builtin:") else self.name
 
 
+class PackageSection(PlanSection):
+    """A package with a task, as it is installed at every party (`cloister plan pin` writes it)."""
+
+    version: Annotated[str, Field(min_length=1)]
+    """Its version."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), InWords("64 hexadecimal digits")]
+    """SHA-256 over the paths and contents of its installed files."""
+
+
 class DataSection(PlanSection):
     """What a record looks like at every site, and how records become token sequences."""
 
     task: Annotated[
-        TaskName,
+        str,
+        Field(
+            pattern=rf"^({'|'.join(TASKS)}|[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}:[A-Za-z_][A-Za-z0-9_-]{{0,99}})$"
+        ),
+        InWords(f"{', '.join(TASKS)}, or PACKAGE:NAME of an installed package"),
         Only("data.format", ("text",), when=("classify",)),
         Only("data.format", ("prompt",), when=("choices",)),
     ] = "causal"
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed."""
+    the model; texts are cut to `sequence_length` tokens and never packed. `PACKAGE:NAME`: another task, which an
+    installed package registers (docs/extend.md)."""
+    package: Annotated[
+        PackageSection | None, replace(_OWN, required="{ version, sha256 }, by cloister plan pin")
+    ] = None
+    """The package of a task PACKAGE:NAME, as it must be installed at each party."""
+    options: Annotated[Mapping[str, int | float | bool | str], _OWN] = Field(default_factory=dict)
+    """Settings of such a task, by the names that it gives them."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
@@ -254,6 +275,11 @@ class DataSection(PlanSection):
     def kind(self) -> Kind:
         """What a record of the task is."""
         return kind_of(self.task, self.format)
+
+    @property
+    def own_package(self) -> str:
+        """The package of the task; empty of a task of cloister."""
+        return self.task.partition(":")[0] if is_own(self.task) else ""
 
     @property
     def label(self) -> str:
@@ -542,7 +568,17 @@ class PrivacySection(PlanSection):
     averaged."""
     records: Annotated[Count, _private("owner")] = 8
     """Largest number of records of one owner that are used; their gradients are averaged."""
-    method: Annotated[Literal["reference", "opacus"], _DPSGD] = "reference"
+    method: Annotated[
+        Literal["reference", "opacus"],
+        _DPSGD,
+        Only(
+            "data.task",
+            TASKS,
+            when=("opacus",),
+            because="charge",
+            why="the gradients of its hooks are proven for the tasks of cloister alone",
+        ),
+    ] = "reference"
     """How gradients of single units are computed. `reference`: one unit at a time, correct for every model. `opacus`:
     many units at a time by Opacus, faster. The rounding of a unit's gradient then depends on the other units, which a
     coordinator that sends crafted weights can amplify: with `opacus` the coordinator is trusted not to do so."""
@@ -872,7 +908,7 @@ class Plan(PlanSection):
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
-        return self.most_tokens() if self.data.kind.windows else self._most_sequences()
+        return self._most_sequences() if self.data.kind.single else self.most_tokens()
 
     def _most_sequences(self) -> int:
         local = self.local

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-TaskName: TypeAlias = Literal["causal", "choices", "classify"]
+TASKS = ("causal", "choices", "classify")
+"""The tasks that come with cloister; another one is PACKAGE:NAME of an installed package."""
 Format: TypeAlias = Literal["text", "prompt", "messages"]
 
 
@@ -23,7 +24,9 @@ class Kind(NamedTuple):
     label: str = "token"
     """What a label stands for that is learned."""
     windows: bool = True
-    """Whether a record may go on in further sequences; otherwise it is cut to one, which has one label."""
+    """Whether a record may go on in further sequences; otherwise it is cut to one."""
+    single: bool = False
+    """Whether a sequence has one label, instead of one for each token at most."""
 
 
 _PROMPT = Kind("prompt with its completion", "prompts with their completions", "prompt with its completion")
@@ -34,10 +37,18 @@ _BY_FORMAT = {
 }
 _BY_TASK = {
     "choices": _PROMPT,
-    "classify": Kind("text", "texts", "text with its label", "text", windows=False),
+    "classify": Kind("text", "texts", "text with its label", "text", windows=False, single=True),
 }
+
+
+_OWN = Kind("record", "records", "record", "label", windows=False)
+
+
+def is_own(task: str) -> bool:
+    """Whether a task is that of an installed package, not of cloister."""
+    return ":" in task
 
 
 def kind_of(task: str, form: Format) -> Kind:
     """What a record of a task is; of `causal` it depends on the format."""
-    return _BY_TASK.get(task) or _BY_FORMAT[form]
+    return _OWN if is_own(task) else _BY_TASK.get(task) or _BY_FORMAT[form]

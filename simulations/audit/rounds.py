@@ -250,7 +250,7 @@ class Federation:
             )
             save_identity(identities[name], identity)
             member = _Member(name, plan, turn, update, noised, noises)
-            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences)
+            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences, packages=True)
             sites.append(Site(config, resident, simulated=simulated))
         channel = _InProcess(sites)
         with RunFolder.create(folder / "run", plan) as out:

@@ -1,0 +1,145 @@
+"""Installed packages that a plan names: found by their entry points, and compared by version and files before import.
+
+No code comes from another party. A plan names a package, its version and the hash of its files; each party compares
+them with what is installed on its own machine, and imports nothing of the package before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cloister.protocol.errors import PlanError
+
+_OF_THE_PACKAGE = ("METADATA", "entry_points.txt", "top_level.txt")
+"""The files of its metadata that are the same wherever a wheel is installed; others tell how and where."""
+
+
+class Installed(NamedTuple):
+    """A package that is installed."""
+
+    version: str
+    sha256: str
+    """SHA-256, in hex, over the paths and contents of its files, sorted by path, but compiled ones (`.pyc`)."""
+    editable: bool
+    """Whether it is installed in place, so that its files may change under a running process."""
+
+
+def installed(name: str) -> Installed:
+    """What is installed under a name. Its files are read; nothing is imported. What it depends on is not covered.
+
+    Raises:
+        PlanError: there is no such package, or a file of it cannot be read.
+    """
+    found = _distribution(name)
+    digest = hashlib.sha256()
+    try:
+        for path, file in _files(found):
+            content = file.read_bytes()
+            digest.update(f"{path}\0{len(content)}\0".encode() + content)
+    except OSError as error:
+        raise PlanError(
+            "data.package", name, expected=f"files that can be read ({error})", fix="install it again"
+        ) from error
+    return Installed(found.version, digest.hexdigest(), _is_editable(found))
+
+
+def load(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
+    """What a package registers under a name, imported after its files were compared.
+
+    Args:
+        group: Group of entry points, such as `cloister.tasks`.
+        package: The package.
+        name: The name in the group.
+        wanted: Version and SHA-256 of its files.
+
+    Raises:
+        PlanError: another version or other files are installed, or the package registers no such name; or the name is
+            imported from elsewhere than those files.
+    """
+    return _loaded(group, package, name, wanted)
+
+
+@lru_cache(maxsize=64)
+def _loaded(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
+    check(package, wanted)
+    found = _distribution(package)
+    entry = next((each for each in found.entry_points if (each.group, each.name) == (group, name)), None)
+    if entry is None:
+        known = ", ".join(each.name for each in found.entry_points if each.group == group) or "none"
+        raise PlanError(
+            "data.task", f"{package}:{name}", expected=f"a name that {package} registers ({known})"
+        )
+    return _imported(entry, found)
+
+
+def check(package: str, wanted: tuple[str, str]) -> Installed:
+    """Compare a package with the version and hash that a plan names; imports nothing.
+
+    Raises:
+        PlanError: it is absent or another one.
+    """
+    has = installed(package)
+    if (has.version, has.sha256) != wanted:
+        raise PlanError(
+            "data.package",
+            f"{package} {wanted[0]} with the files {wanted[1][:16]}...",
+            expected=f"what is installed: {has.version} with the files {has.sha256[:16]}...",
+            fix="install the version of the plan, or pin the plan again: cloister plan pin PLAN",
+        )
+    return has
+
+
+def _imported(entry: EntryPoint, found: Distribution) -> Any:
+    value = entry.load()
+    module = Path(str(__import__(entry.module, fromlist=["_"]).__file__)).resolve()
+    if not _is_editable(found) and module not in {file.resolve() for _, file in _files(found)}:
+        raise PlanError(
+            "data.task",
+            entry.value,
+            expected="a module among the installed files of its package",
+            fix=str(module),
+        )
+    return value
+
+
+def _distribution(name: str) -> Distribution:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        raise PlanError(
+            "data.task", name, expected="an installed package", fix=f"install it: pip install {name}"
+        ) from None
+
+
+def _files(found: Distribution) -> list[tuple[str, Path]]:
+    """The files that a package brings, by their paths in the installation; of an editable one those of its folder."""
+    if (folder := _folder_of(found)) is not None:
+        inside = (file for file in folder.rglob("*.py") if ".venv" not in file.parts)
+        return sorted((file.relative_to(folder).as_posix(), file) for file in inside)
+    listed = []
+    for path in found.files or ():
+        outside = path.parts[0] == ".."  # scripts, which differ by the place of Python
+        metadata = path.parent.name.endswith(".dist-info") and path.name not in _OF_THE_PACKAGE
+        if not (outside or metadata or path.suffix == ".pyc"):
+            listed.append((path.as_posix(), Path(str(path.locate()))))
+    return sorted(listed)
+
+
+def _is_editable(found: Distribution) -> bool:
+    return _folder_of(found) is not None
+
+
+def _folder_of(found: Distribution) -> Path | None:
+    """The folder of a package that is installed in place."""
+    try:
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return None
+    if not (isinstance(origin, dict) and origin.get("dir_info", {}).get("editable")):
+        return None
+    return Path(str(origin.get("url", "")).removeprefix("file://"))

@@ -1,0 +1,145 @@
+"""Installed packages: what of them is hashed, what is compared before an import, and what a site refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cloister.lm.tasks.registry import task_of
+from cloister.protocol.errors import PlanError, PolicyError
+from cloister.protocol.machine.packages import _loaded, check, installed, load
+from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.soundness import parse
+from cloister.tests.parties.federation import Federation, tiny
+from cloister.tests.tools.raises import raises
+
+CODE = "from cloister.lm.tasks.causal import Causal\n\n\nclass Own(Causal):\n    pass\n"
+
+
+class Package:
+    """A package that is installed in a folder on the path."""
+
+    def __init__(self, folder: Path, name: str, **origin: object) -> None:
+        self.name, self.folder = name, folder
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        self.put("__init__.py", "")
+        self.put("own.py", CODE)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            f"[cloister.tasks]\nown = {name}.own:Own\nnone = {name}.own:Causal\n"
+        )
+        (info / "INSTALLER").write_text("pip\n")
+        if origin:
+            (info / "direct_url.json").write_text(json.dumps(origin))
+        files = [f"{name}/__init__.py", f"{name}/own.py", f"{name}/own.cpython-311.pyc", "../../bin/tool"]
+        files += [f"{info.name}/{each}" for each in ("METADATA", "entry_points.txt", "INSTALLER", "RECORD")]
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+    def put(self, file: str, content: str) -> None:
+        path = self.folder / self.name / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+
+    @property
+    def pin(self) -> tuple[str, str]:
+        return installed(self.name)[:2]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Package:
+    """Of a name of its own: what is imported stays in this process."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return Package(tmp_path / "site", f"own_{abs(hash(request.node.name))}")
+
+
+def plan_of(package: Package, *settings: str) -> Plan:
+    version, sha256 = package.pin
+    pin = f'data.package={{version="{version}", sha256="{sha256}"}}'
+    return tiny(f"data.task={package.name}:own", pin, *settings)
+
+
+def test_the_hash_is_of_what_is_imported_and_not_of_where(package: Package) -> None:
+    before = installed(package.name)
+    assert (before.version, before.editable) == ("1.0", False)
+    (package.folder / f"{package.name}-1.0.dist-info" / "INSTALLER").write_text("uv\n")
+    package.put("own.cpython-311.pyc", "compiled")
+    assert installed(package.name) == before
+    for file in ("own.py", "__init__.py"):
+        package.put(file, "other = 1\n")
+        assert installed(package.name).sha256 != before.sha256
+        package.put(file, CODE if file == "own.py" else "")
+    assert installed(package.name) == before
+
+
+def test_nothing_of_another_package_is_imported(package: Package) -> None:
+    pin = package.pin
+    package.put("own.py", "raise SystemExit\n")
+    with raises(PlanError, "data.package"):
+        load("cloister.tasks", package.name, "own", pin)
+    assert f"{package.name}.own" not in sys.modules
+    with raises(PlanError, "data.package"):
+        check(package.name, ("1.1", package.pin[1]))
+
+
+def test_a_task_is_what_a_package_registers_as_one(package: Package) -> None:
+    plan = plan_of(package)
+    assert type(task_of(plan.data)).__module__ == f"{package.name}.own"
+    for name in ("other", "absent"):
+        with raises(PlanError, "data.task"):
+            load("cloister.tasks", package.name, name, package.pin)
+    with raises(PlanError, "data.task"):
+        installed("no-such-package")
+    with raises(PlanError, "data.package"):
+        parse(f'[data]\ntask = "{package.name}:own"')
+    for wrong in ('privacy.method="opacus"', 'data.classes=["a", "b"]'):
+        with raises(PlanError, wrong.partition("=")[0]):
+            plan_of(package, wrong, *DPSGD)
+    with raises(PlanError, "data.options"):
+        tiny("data.options={a=1}")
+
+
+DPSGD = (
+    *(
+        "privacy.unit=record",
+        "privacy.noise_multiplier=1.0",
+        "privacy.delta=1e-4",
+        "privacy.sampling_rate=0.2",
+    ),
+    *("aggregation.weighting=uniform", "data.held_out=0.0", "server.evaluation=none"),
+)
+
+
+def forget(package: Package) -> None:
+    """Let this process, where the coordinator has imported the package, be that of a site that has not."""
+    _loaded.cache_clear()
+    sys.modules.pop(f"{package.name}.own")
+
+
+def test_a_site_runs_only_what_its_policy_lists(package: Package, tmp_path: Path) -> None:
+    federation = Federation(tmp_path / "sites", plan_of(package))
+    forget(package)
+    policy = 'units = ["none"]\nsecure_required = false\nleast_cohort = 1\n'
+    for listed in ("", 'packages = ["another"]\n'):
+        with raises(PolicyError, "package"):
+            federation.site(policy=policy + listed).join(federation.join_request())
+    assert f"{package.name}.own" not in sys.modules
+    federation.site(policy=f'{policy}packages = ["{package.name}"]\n').join(federation.join_request())
+    assert f"{package.name}.own" in sys.modules
+
+
+def test_a_site_refuses_a_package_that_is_installed_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    origin = {"url": f"file://{tmp_path / 'site' / 'own_in_place'}", "dir_info": {"editable": True}}
+    package = Package(tmp_path / "site", "own_in_place", **origin)
+    assert installed(package.name).editable
+    federation = Federation(tmp_path / "sites", plan_of(package))
+    forget(package)
+    policy = f'units = ["none"]\nsecure_required = false\nleast_cohort = 1\npackages = ["{package.name}"]\n'
+    with raises(PlanError, "data.package"):
+        federation.site(policy=policy).join(federation.join_request())
+    assert "own_in_place.own" not in sys.modules
