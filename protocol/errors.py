@@ -56,6 +56,10 @@ class PlanError(CloisterError):
     """A plan is invalid: a field is unknown, of the wrong type, or contradicts another."""
 
 
+class PackageError(CloisterError):
+    """An installed package is not what a plan names."""
+
+
 class SearchError(CloisterError):
     """A search over plans is invalid, or would not have the price that it states."""
 

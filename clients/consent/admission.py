@@ -21,6 +21,7 @@ from cloister.privacy.ledger.policy import Policy, load_policy
 from cloister.protocol.errors import (
     BudgetError,
     ConsentError,
+    PackageError,
     PlanError,
     PolicyError,
     RosterError,
@@ -84,7 +85,7 @@ class Admission:
 
         Raises:
             PolicyError: the site has no policy that lists it.
-            PlanError: it is absent, another one, or installed in place, where its files change unseen.
+            PackageError: it is absent, another one, or installed in place, where its files change unseen.
         """
         package, pinned = plan.data.own_package, plan.data.package
         if not package:
@@ -93,7 +94,7 @@ class Admission:
         policy.check_package(plan)
         assert pinned is not None, "a sound plan has it"
         if check(package, (pinned.version, pinned.sha256)).editable:
-            raise PlanError(
+            raise PackageError(
                 "data.package",
                 package,
                 expected="a package that is not installed in place, whose files change unseen",

@@ -11,7 +11,7 @@ from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.classify import Classify
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.tokenizer import load_tokenizer
-from cloister.protocol.errors import PlanError
+from cloister.protocol.errors import PackageError
 from cloister.protocol.machine.packages import load
 from cloister.protocol.plan.plan import DataSection, Plan
 from cloister.protocol.plan.tasks import is_own
@@ -26,7 +26,7 @@ def task_of(data: DataSection) -> Task:
     """The task of a plan. That of a package is imported once its files were compared with the plan.
 
     Raises:
-        PlanError: the package is absent, or another one than the plan names, or its name is no task.
+        PackageError: the package is absent, or another one than the plan names, or its name is no task.
     """
     return _class_of(data)(data)
 
@@ -40,7 +40,7 @@ def _class_of(data: DataSection) -> type[Task]:
     assert data.package is not None, "a sound plan names its version and files"
     found = load("cloister.tasks", package, name, (data.package.version, data.package.sha256))
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise PlanError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
+        raise PackageError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
     return found
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, d
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cloister.protocol.errors import PlanError
+from cloister.protocol.errors import PackageError
 
 _OF_THE_PACKAGE = ("METADATA", "entry_points.txt", "top_level.txt")
 """The files of its metadata that are the same wherever a wheel is installed; others tell how and where."""
@@ -33,7 +33,7 @@ def installed(name: str) -> Installed:
     """What is installed under a name. Its files are read; nothing is imported. What it depends on is not covered.
 
     Raises:
-        PlanError: there is no such package, or a file of it cannot be read.
+        PackageError: there is no such package, or a file of it cannot be read.
     """
     found = _distribution(name)
     digest = hashlib.sha256()
@@ -42,7 +42,7 @@ def installed(name: str) -> Installed:
             content = file.read_bytes()
             digest.update(f"{path}\0{len(content)}\0".encode() + content)
     except OSError as error:
-        raise PlanError(
+        raise PackageError(
             "data.package", name, expected=f"files that can be read ({error})", fix="install it again"
         ) from error
     return Installed(found.version, digest.hexdigest(), _is_editable(found))
@@ -58,8 +58,8 @@ def load(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
         wanted: Version and SHA-256 of its files.
 
     Raises:
-        PlanError: another version or other files are installed, or the package registers no such name; or the name is
-            imported from elsewhere than those files.
+        PackageError: another version or other files are installed, or the package registers no such name; or the name
+            is imported from elsewhere than those files.
     """
     return _loaded(group, package, name, wanted)
 
@@ -71,7 +71,7 @@ def _loaded(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any
     entry = next((each for each in found.entry_points if (each.group, each.name) == (group, name)), None)
     if entry is None:
         known = ", ".join(each.name for each in found.entry_points if each.group == group) or "none"
-        raise PlanError(
+        raise PackageError(
             "data.task", f"{package}:{name}", expected=f"a name that {package} registers ({known})"
         )
     return _imported(entry, found)
@@ -81,11 +81,11 @@ def check(package: str, wanted: tuple[str, str]) -> Installed:
     """Compare a package with the version and hash that a plan names; imports nothing.
 
     Raises:
-        PlanError: it is absent or another one.
+        PackageError: it is absent or another one.
     """
     has = installed(package)
     if (has.version, has.sha256) != wanted:
-        raise PlanError(
+        raise PackageError(
             "data.package",
             f"{package} {wanted[0]} with the files {wanted[1][:16]}...",
             expected=f"what is installed: {has.version} with the files {has.sha256[:16]}...",
@@ -98,7 +98,7 @@ def _imported(entry: EntryPoint, found: Distribution) -> Any:
     value = entry.load()
     module = Path(str(__import__(entry.module, fromlist=["_"]).__file__)).resolve()
     if not _is_editable(found) and module not in {file.resolve() for _, file in _files(found)}:
-        raise PlanError(
+        raise PackageError(
             "data.task",
             entry.value,
             expected="a module among the installed files of its package",
@@ -111,7 +111,7 @@ def _distribution(name: str) -> Distribution:
     try:
         return distribution(name)
     except PackageNotFoundError:
-        raise PlanError(
+        raise PackageError(
             "data.task", name, expected="an installed package", fix=f"install it: pip install {name}"
         ) from None
 

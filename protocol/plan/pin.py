@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from cloister.protocol.errors import PlanError
+from cloister.protocol.errors import PackageError, PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.settings import Settings
 from cloister.protocol.plan.tasks import is_own
@@ -23,14 +23,14 @@ def package_in(text: str, origin: str) -> str:
     """The package of the task that a plan's text names.
 
     Raises:
-        PlanError: it is no TOML, or its task is not that of a package.
+        PackageError: it is no TOML, or its task is not that of a package.
     """
     try:
         task = tomllib.loads(text).get("data", {}).get("task", "")
     except (tomllib.TOMLDecodeError, AttributeError) as error:
-        raise PlanError("plan", origin, expected=f"TOML ({error})") from error
+        raise PackageError("plan", origin, expected=f"TOML ({error})") from error
     if not (isinstance(task, str) and is_own(task)):
-        raise PlanError(
+        raise PackageError(
             "data.task", task, expected="PACKAGE:NAME of an installed package: tasks of cloister need no pin"
         )
     return task.partition(":")[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloister.lm.tasks.registry import task_of
-from cloister.protocol.errors import PlanError, PolicyError
+from cloister.protocol.errors import PackageError, PlanError, PolicyError
 from cloister.protocol.machine.packages import _loaded, check, installed, load
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
@@ -77,10 +77,10 @@ def test_the_hash_is_of_what_is_imported_and_not_of_where(package: Package) -> N
 def test_nothing_of_another_package_is_imported(package: Package) -> None:
     pin = package.pin
     package.put("own.py", "raise SystemExit\n")
-    with raises(PlanError, "data.package"):
+    with raises(PackageError, "data.package"):
         load("cloister.tasks", package.name, "own", pin)
     assert f"{package.name}.own" not in sys.modules
-    with raises(PlanError, "data.package"):
+    with raises(PackageError, "data.package"):
         check(package.name, ("1.1", package.pin[1]))
 
 
@@ -88,9 +88,9 @@ def test_a_task_is_what_a_package_registers_as_one(package: Package) -> None:
     plan = plan_of(package)
     assert type(task_of(plan.data)).__module__ == f"{package.name}.own"
     for name in ("other", "absent"):
-        with raises(PlanError, "data.task"):
+        with raises(PackageError, "data.task"):
             load("cloister.tasks", package.name, name, package.pin)
-    with raises(PlanError, "data.task"):
+    with raises(PackageError, "data.task"):
         installed("no-such-package")
     with raises(PlanError, "data.package"):
         parse(f'[data]\ntask = "{package.name}:own"')
@@ -140,6 +140,6 @@ def test_a_site_refuses_a_package_that_is_installed_in_place(
     federation = Federation(tmp_path / "sites", plan_of(package))
     forget(package)
     policy = f'units = ["none"]\nsecure_required = false\nleast_cohort = 1\npackages = ["{package.name}"]\n'
-    with raises(PlanError, "data.package"):
+    with raises(PackageError, "data.package"):
         federation.site(policy=policy).join(federation.join_request())
     assert "own_in_place.own" not in sys.modules
