@@ -9,7 +9,6 @@ from the first ones. Of equally probable choices, the first counts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +104,13 @@ class Choices(Causal):
             The choice that is an example's own; its prompt with each of the C choices, whole; the token from which they
             are compared.
         """
-        data, questions = self.data, [example.beside for example in examples]
-        variants = (
-            {data.prompt_field: prompt, data.completion_field: choice}
-            for prompt, _ in questions
-            for choice in data.choices
-        )
-        made = (example for _, example in self.examples(variants, tokenizer, Unusable()))
-        for _, answer in questions:
-            completed = list(itertools.islice(made, len(data.choices)))
+        data = self.data
+        for prompt, answer in (example.beside for example in examples):
+            variants = ({data.prompt_field: prompt, data.completion_field: each} for each in data.choices)
+            completed = [example for _, example in self.examples(variants, tokenizer, Unusable())]
+            if len(completed) < len(data.choices):  # the tokenizer refuses one: nothing is compared
+                yield answer, completed, 0
+                continue
             first = min(int(np.argmax(example.role != CONTEXT)) for example in completed)
             for example in completed[1:]:
                 differs = np.flatnonzero(example.tokens[:first] != completed[0].tokens[:first])

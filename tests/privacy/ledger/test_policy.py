@@ -341,16 +341,20 @@ def test_a_window_is_a_unit_of_its_own(unit: str, record: str, offered: str) -> 
                 offer.check(Policy(units=(each,)))
 
 
+def _listing(demand: str, patterns: tuple[str, ...]) -> Policy:
+    return Policy(models=patterns) if demand == "models" else Policy(tokenizers=patterns)
+
+
 @pytest.mark.parametrize("demand", ["models", "tokenizers"])
 def test_a_name_stands_for_its_main_branch_alone(demand: str) -> None:
     """Somebody may open a pull request, which is a revision of another's repository."""
     offer = OFFER.but(model="acme/chat", tokenizer="auto", revision="refs/pr/7")
     for patterns in (("acme/chat",), ("acme/*",), ("*@main",), ("acme/chat@refs/pr/8", "other@refs/pr/7")):
         with raises(PolicyError, "model.name" if demand == "models" else "model.tokenizer"):
-            offer.check(Policy(**{demand: patterns}))
+            offer.check(_listing(demand, patterns))
     for patterns in (("acme/chat@refs/pr/7",), ("bytes", "acme/*@refs/pr/*")):
-        offer.check(Policy(**{demand: patterns}))
-    OFFER.but(model="acme/chat", tokenizer="auto").check(Policy(**{demand: ("acme/chat",)}))
+        offer.check(_listing(demand, patterns))
+    OFFER.but(model="acme/chat", tokenizer="auto").check(_listing(demand, ("acme/chat",)))
     if demand == "tokenizers":  # another repository's is read at its main branch
         other = OFFER.but(model="acme/chat", tokenizer="acme/words", revision="refs/pr/7")
         other.check(Policy(tokenizers=("acme/words",)))
