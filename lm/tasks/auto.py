@@ -17,6 +17,8 @@ class Auto:
     """The name of the mapping from the model types that it knows, in transformers' `modeling_auto`."""
     called: str
     """What such a model is called."""
+    card: str
+    """What a model card calls it."""
     ends: tuple[str, ...]
     """How the names of its models' classes end."""
     peft: str | None
@@ -45,6 +47,7 @@ CAUSAL = Auto(
     "AutoModelForCausalLM",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "causal LM",
+    "language model",
     ("ForCausalLM", "LMHeadModel"),
     "CAUSAL_LM",
     "text-generation",
@@ -53,13 +56,34 @@ SEQUENCE_CLASSIFIER = Auto(
     "AutoModelForSequenceClassification",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "sequence classifier",
+    "text classifier",
     ("ForSequenceClassification",),
     "SEQ_CLS",
     "text-classification",
     head=True,
 )
+SEQUENCE_TO_SEQUENCE = Auto(
+    "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence-to-sequence LM",
+    "sequence-to-sequence model",
+    # Models of images and sounds have names with the second half of T5's too, and some of those are causal LMs.
+    (
+        *(
+            f"{name}ForConditionalGeneration"
+            for name in ("T5", "T5Gemma", "T5Gemma2", "Bart", "Pegasus", "PegasusX", "LED", "M2M100", "Blenderbot")
+        ),
+        *(
+            f"{name}ForConditionalGeneration"
+            for name in ("BlenderbotSmall", "ProphetNet", "SwitchTransformers", "NllbMoe", "FSMT", "Mvp")
+        ),
+        "MarianMTModel",
+    ),
+    "SEQ_2_SEQ_LM",
+    "text2text-generation",
+)
 
-AUTO = (CAUSAL, SEQUENCE_CLASSIFIER)
+AUTO = (CAUSAL, SEQUENCE_CLASSIFIER, SEQUENCE_TO_SEQUENCE)
 
 
 def auto_of(architectures: Sequence[str] | None) -> Auto:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.classify import Classify
+from cloister.lm.tasks.prefer import Prefer
+from cloister.lm.tasks.sequence_to_sequence import SequenceToSequence
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.tokenizer import load_tokenizer
 from cloister.protocol.plan.plan import DataSection, Plan
@@ -14,7 +16,13 @@ from cloister.protocol.plan.plan import DataSection, Plan
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-TASKS: dict[str, type[Task]] = {"causal": Causal, "choices": Choices, "classify": Classify}
+TASKS: dict[str, type[Task]] = {
+    "causal": Causal,
+    "choices": Choices,
+    "classify": Classify,
+    "sequence-to-sequence": SequenceToSequence,
+    "prefer": Prefer,
+}
 
 
 def task_of(data: DataSection) -> Task:

@@ -86,6 +86,8 @@ _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owne
 _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
+_TARGETS = Only("data.task", ("sequence-to-sequence",))
+_PREFER = Only("data.task", ("prefer",))
 _GENERATE = Only("data.task", ("causal", "choices"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
@@ -178,12 +180,15 @@ class DataSection(Section):
     task: Annotated[
         TaskName,
         Only("data.format", ("text",), when=("classify",)),
-        Only("data.format", ("prompt",), when=("choices",)),
+        Only("data.format", ("prompt",), when=("choices", "sequence-to-sequence", "prefer")),
+        replace(_ADAPTER, when=("prefer",), why="the reference is the model without its adapter"),
     ] = "causal"
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed."""
+    the model; texts are cut to `sequence_length` tokens and never packed. `sequence-to-sequence`: an encoder-decoder
+    model such as T5 learns the completion, its target, from the prompt, its source. `prefer`: an adapter learns which
+    of two completions of a prompt is the better one (DPO); the reference is the model without the adapter."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
@@ -202,8 +207,17 @@ class DataSection(Section):
     """Field that holds the text."""
     prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
     """Field that holds the prompt."""
-    completion_field: Annotated[str, Only("data.format", ("prompt",))] = "completion"
+    completion_field: Annotated[str, Only("data.format", ("prompt",)), Only("data.task", but=("prefer",))] = (
+        "completion"
+    )
     """Field that holds the completion."""
+    chosen_field: Annotated[str, _PREFER] = "chosen"
+    """Field that holds the better completion of a prompt."""
+    rejected_field: Annotated[str, _PREFER] = "rejected"
+    """Field that holds the other completion of the prompt."""
+    beta: Annotated[Positive, _PREFER] = 0.1
+    """DPO's beta: how fast the loss falls as the adapter moves the log probabilities of the two completions apart. A
+    larger beta keeps the model nearer to the reference."""
     choices: Annotated[tuple[str, ...], _CHOICES] = ()
     """Multiple choice: the completions that a record may have, spaces included. A record with
     another completion cannot be used."""
@@ -214,6 +228,8 @@ class DataSection(Section):
     without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
+    target_length: Annotated[int, Field(ge=2), _TARGETS] = 64
+    """Tokens of a target, the end token included; a longer target is cut. An evaluation generates at most as many."""
     deduplicate: bool = False
     """Use one of several equal records of a site; with unit `owner`, one of several equal records of an owner. With
     `privacy.record = "window"`, use one of several equal windows."""
@@ -232,8 +248,23 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        """What a label stands for that is learned: a `token`, a `text` that is classified, or a `pair`."""
         return self.kind.label
+
+    @property
+    def most_labels(self) -> int:
+        """Most labels that a sequence is learned from."""
+        most: int = getattr(self, self.kind.labels) if self.kind.labels else 1
+        return most
+
+    @property
+    def answer_field(self) -> str:
+        """The field of a prompt's answer or a text's class; empty where a record has none, or is a chat."""
+        if self.task == "classify":
+            return self.label_field
+        if self.format != "prompt":
+            return ""
+        return self.chosen_field if self.task == "prefer" else self.completion_field
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -842,7 +873,7 @@ class Plan(Section):
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
-        return self.most_tokens() if self.data.kind.windows else self._most_sequences()
+        return self._most_sequences() * self.data.most_labels
 
     def _most_sequences(self) -> int:
         local = self.local

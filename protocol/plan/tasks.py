@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-TaskName: TypeAlias = Literal["causal", "choices", "classify"]
+TaskName: TypeAlias = Literal["causal", "choices", "classify", "sequence-to-sequence", "prefer"]
 Format: TypeAlias = Literal["text", "prompt", "messages"]
 
 
@@ -23,7 +23,13 @@ class Kind(NamedTuple):
     label: str = "token"
     """What a label stands for that is learned."""
     windows: bool = True
-    """Whether a record may go on in further sequences; otherwise it is cut to one, which has one label."""
+    """Whether a record may go on in further sequences; otherwise it is cut to one."""
+    labels: str = "sequence_length"
+    """The field of `[data]` with the most labels that a sequence is learned from; empty: it has one."""
+    used: str = "first {tokens} tokens"
+    """What of a record is used."""
+    writes: Literal["", "continuation", "answer"] = "continuation"
+    """What the model writes after a prompt; empty: it writes no text."""
 
 
 _PROMPT = Kind("prompt with its completion", "prompts with their completions", "prompt with its completion")
@@ -34,7 +40,22 @@ _BY_FORMAT = {
 }
 _BY_TASK = {
     "choices": _PROMPT,
-    "classify": Kind("text", "texts", "text with its label", "text", windows=False),
+    "classify": Kind("text", "texts", "text with its label", "text", windows=False, labels="", writes=""),
+    "sequence-to-sequence": _PROMPT._replace(
+        windows=False,
+        labels="target_length",
+        used="first {tokens} tokens of the prompt and first {targets} of the completion",
+        writes="answer",
+    ),
+    "prefer": Kind(
+        "prompt with its two completions",
+        "prompts with their two completions",
+        "prompt with its two completions",
+        "pair",
+        windows=False,
+        labels="",
+        used="first {tokens} tokens of the prompt with each completion",
+    ),
 }
 
 
