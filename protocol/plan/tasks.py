@@ -58,6 +58,9 @@ _BY_TASK = {
     ),
 }
 
+LABELS = tuple(dict.fromkeys(kind.label for kind in (*_BY_FORMAT.values(), *_BY_TASK.values())))
+"""What a label of a task may stand for."""
+
 
 def kind_of(task: str, form: Format) -> Kind:
     """What a record of a task is; of `causal` it depends on the format."""
