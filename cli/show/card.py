@@ -83,7 +83,6 @@ def to_card(
         licence=licence,
         own_base=own_base,
         front=_front(plan, form, private=found.holds),
-        auto=task_of(plan.data).auto,
         claim=found,
         several=several(report),
         largest_epsilon=LARGEST_EPSILON,
@@ -91,6 +90,7 @@ def to_card(
         evaluated_on=evaluated_on,
         figures=FIGURES,
         evaluated=EVALUATED,
+        auto=task_of(plan.data).auto,
     )
 
 

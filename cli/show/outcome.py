@@ -25,7 +25,6 @@ from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.figure import finite
 from cloister.protocol.plan.plan import DataSection
-from cloister.protocol.plan.tasks import LABELS
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
@@ -81,13 +80,14 @@ def to_json(
             "phase_seconds": dict(outcome.phase_seconds),
             "round_seconds": outcome.round_seconds,
             **outcome.values((*EVALUATED, *FIGURES)),
-            **{f"{each}s": outcome.tokens or None if label == each else None for each in LABELS},
+            "tokens": None,
+            "texts": None,
+            f"{label}s": outcome.tokens or None,
             "given_up": outcome.given_up,
             "gate_refused": outcome.gate_refused,
-            **{
-                f"{each}s_per_second": outcome.tokens_per_second or None if label == each else None
-                for each in LABELS
-            },
+            "tokens_per_second": None,
+            "texts_per_second": None,
+            f"{label}s_per_second": outcome.tokens_per_second or None,
             "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
             "params_sha256": outcome.params_sha256,
         }

@@ -17,7 +17,11 @@ from cloister.server.record.folder import RunFiles, read_plan
 def options(parser: Parser) -> None:
     """Run folder, prompt, sampling."""
     parser.add_run()
-    parser.value("--prompt TEXT", "text to continue; of a model of chats what a user says, of sequence to sequence the source", required=True)
+    parser.value(
+        "--prompt TEXT",
+        "text to continue; of a model of chats what a user says, of sequence to sequence the source",
+        required=True,
+    )
     parser.value("--tokens N", "tokens to write", 200)
     parser.value("--temperature T", "sampling temperature; 0 always takes the most probable token", 0.8)
     parser.value("--seed N", "seed of the sampling", 0)

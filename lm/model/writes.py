@@ -43,9 +43,7 @@ _KNOWN: dict[tuple[Any, ...], Writes | None] = {}
 _MOST_KNOWN = 32
 
 
-def writes_of(
-    module: nn.Module, inputs: Inputs, length: int, *, rows: int = 1, again: bool
-) -> Writes | None:
+def writes_of(module: nn.Module, inputs: Inputs, length: int, *, rows: int = 1, again: bool) -> Writes | None:
     """What the passes of a model that was just built write to; the module and the random state are not touched.
 
     Passes without values follow from the structure of the module and its configuration, so they are taken once for
@@ -62,7 +60,9 @@ def writes_of(
         None if the passes cannot be followed without values, as with most mixtures of experts.
     """
     shapes = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in _named(module))
-    given = tuple((name, each.shape) for name, each in inputs(torch.zeros(1, length, dtype=torch.long)).items())
+    given = tuple(
+        (name, each.shape) for name, each in inputs(torch.zeros(1, length, dtype=torch.long)).items()
+    )
     key = (repr(module), repr(getattr(module, "config", None)), shapes, given, length, rows, again)
     if key not in _KNOWN:
         while len(_KNOWN) >= _MOST_KNOWN:

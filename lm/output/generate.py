@@ -27,7 +27,8 @@ def generate(
 
     Args:
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
-        prompt: Text to continue, or a source; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
+        prompt: Text to continue, or a source; an empty prompt starts from the tokenizer's bos token, else eos, else
+            token 0.
         chat: Take the prompt as the first turn of a user, by the tokenizer's chat template.
         max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
         fit: Add fewer where the model has not as many positions, instead of an error.
@@ -35,8 +36,8 @@ def generate(
         seed: Seed of the sampling; the process's own random state is unchanged.
 
     Returns:
-        The prompt and its continuation, of a chat the answer and of a source the target alone; without special tokens, and without the bytes of a
-        character that was cut at the end.
+        The prompt and its continuation, of a chat the answer and of a source the target alone; without special tokens,
+        and without the bytes of a character that was cut at the end.
 
     Raises:
         ModelError: the folder has no model or a damaged one, its model writes no text, or prompt and new tokens

@@ -17,8 +17,6 @@ class Auto:
     """The name of the mapping from the model types that it knows, in transformers' `modeling_auto`."""
     called: str
     """What such a model is called."""
-    card: str
-    """What a model card calls it."""
     ends: tuple[str, ...]
     """How the names of its models' classes end."""
     peft: str | None
@@ -27,6 +25,11 @@ class Auto:
     """The task of a model card, by the hub's name."""
     head: bool = False
     """Whether a model has a head that its checkpoint may lack, and that is trained as a whole beside an adapter."""
+
+    @property
+    def with_adapter(self) -> str:
+        """The name of PEFT's class that loads an adapter together with its base."""
+        return self.name.replace("AutoModel", "AutoPeftModel") if self.peft else "AutoPeftModel"
 
     @property
     def cls(self) -> Any:
@@ -47,7 +50,6 @@ CAUSAL = Auto(
     "AutoModelForCausalLM",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "causal LM",
-    "language model",
     ("ForCausalLM", "LMHeadModel"),
     "CAUSAL_LM",
     "text-generation",
@@ -56,7 +58,6 @@ SEQUENCE_CLASSIFIER = Auto(
     "AutoModelForSequenceClassification",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "sequence classifier",
-    "text classifier",
     ("ForSequenceClassification",),
     "SEQ_CLS",
     "text-classification",
@@ -66,12 +67,21 @@ SEQUENCE_TO_SEQUENCE = Auto(
     "AutoModelForSeq2SeqLM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "sequence-to-sequence LM",
-    "sequence-to-sequence model",
     # Models of images and sounds have names with the second half of T5's too, and some of those are causal LMs.
     (
         *(
             f"{name}ForConditionalGeneration"
-            for name in ("T5", "T5Gemma", "T5Gemma2", "Bart", "Pegasus", "PegasusX", "LED", "M2M100", "Blenderbot")
+            for name in (
+                "T5",
+                "T5Gemma",
+                "T5Gemma2",
+                "Bart",
+                "Pegasus",
+                "PegasusX",
+                "LED",
+                "M2M100",
+                "Blenderbot",
+            )
         ),
         *(
             f"{name}ForConditionalGeneration"

@@ -5,15 +5,14 @@ reward model", eq. 7), with x the prompt, y_w the completion that was chosen and
 
     -log sigmoid(beta ((log p(y_w | x) - log q(y_w | x)) - (log p(y_l | x) - log q(y_l | x))))
 
-p is the model that is trained. q, the reference, is the model at the run's start, public training included. log p(y | x)
-is the sum over the tokens of y and the end token that fit into a sequence, in float32. A pair counts as right where the
-logarithm's argument is above 1/2: the model has moved towards the chosen completion.
+p is the model that is trained. q, the reference, is the model at the run's start, public training included.
+log p(y | x) is the sum over the tokens of y and the end token that fit into a sequence, in float32. A pair counts as
+right where the logarithm's argument is above 1/2: the model has moved towards the chosen completion.
 
 q is p without its adapter. Every scheme of the project's adapters begins at no change (B = 0) and leaves the base as it
 is, so both are the same module, and at the start the same bits. q's pass is in the same step, in evaluation mode and
 without gradients. Refused: a cache of log q. It would be one more file of the sites about single records, to be tied to
-the weights, deleted with the run and looked up under a unit in the same time for every record; here nothing is kept, and
-a pair that is drawn costs a third more.
+the weights and deleted with the run; here nothing is kept, and a pair that is drawn costs about a third more.
 
 Both completions of a pair are one row, so one unit: its gradient is that of the pair's loss, before any norm is taken.
 No other pair has a part in it. Losses that compare the records of a batch with each other (contrastive ones, in-batch
@@ -70,9 +69,7 @@ class Prefer(Task):
     def _texts(self, place: str, record: Record) -> tuple[Text, ...]:
         data = self.data
         prompt = text_in(record, place, data.prompt_field)
-        both = (
-            prompt + text_in(record, place, field) for field in (data.chosen_field, data.rejected_field)
-        )
+        both = (prompt + text_in(record, place, field) for field in (data.chosen_field, data.rejected_field))
         return tuple((text, [(len(prompt), len(text))]) for text in both)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Text]], list[Example]]:
@@ -80,14 +77,16 @@ class Prefer(Task):
         return Encoder(tokenizer, whole=False, close=True)
 
     def merged(self, parts: Sequence[Example], beside: Mapping[str, Any]) -> Example:
-        """The tokens of both texts; labels where they lie in a row; beside them the number of the first one's tokens."""
+        """The tokens of both texts; labels where they lie in a row; beside them the first one's number of tokens."""
         length = self.data.sequence_length
         cut = [part.piece(0, length) for part in parts]
         labels = np.full((2, length), NOT_LEARNED, np.int32)
         for row, part in zip(labels, cut, strict=True):
             row[: len(part)] = np.where(part.role == CONTEXT, NOT_LEARNED, part.tokens)
         labels[:, 0] = NOT_LEARNED  # the first token has none before it
-        tokens, roles = (np.concatenate(each) for each in zip(*((p.tokens, p.role) for p in cut), strict=True))
+        tokens, roles = (
+            np.concatenate(each) for each in zip(*((p.tokens, p.role) for p in cut), strict=True)
+        )
         return Example(tokens, roles, 0.0, labels.reshape(-1), len(cut[0]))
 
     @property
@@ -114,6 +113,7 @@ class Prefer(Task):
             first = example.beside
             row[:first] = example.tokens[:first]
             row[length : length + len(example) - first] = example.tokens[first:]
+            assert example.labels is not None
             learned[:] = example.labels
         return Sequences(tokens, labels, None, 0)
 

@@ -8,8 +8,8 @@ An evaluation also generates the target of each held-out source, and compares it
 
 - exact match: both texts are equal.
 - ROUGE-L (Lin 2004, "ROUGE: A package for automatic evaluation of summaries", section 3.1): the F measure of a longest
-  common subsequence of words, as rouge-score 0.1.2 computes it for one text without a stemmer. Its words are the runs of
-  a-z and 0-9 in the text in lower case. The figure is the mean over the examples: a sum in millionths, which adds up
+  common subsequence of words, as rouge-score 0.1.2 computes it for one text without a stemmer. Its words are the runs
+  of a-z and 0-9 in the text in lower case. The figure is the mean over the examples: a sum in millionths, which adds up
   exactly over batches, ranks and sites.
 
 Generation is greedy: the most probable token, at most `data.target_length` times.
@@ -188,7 +188,7 @@ class SequenceToSequence(Task):
         return rows
 
     def figures(self, held_out: HeldOut) -> dict[str, Any]:
-        """Loss, accuracy and perplexity of the targets' tokens; exact match and ROUGE-L of those that were generated."""
+        """Loss, accuracy and perplexity of the targets' tokens; exact match and ROUGE-L of generated targets."""
         figures = {"loss": held_out.loss, "accuracy": held_out.accuracy, "perplexity": held_out.perplexity}
         generated, exact, rouge = (held_out.counts.get(name, 0) for name in self.counters())
         if not generated:

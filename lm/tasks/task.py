@@ -99,9 +99,12 @@ class Scoring(Protocol):
     """The evaluation of one model, for what a task asks it beside the labels of held-out records."""
 
     device: torch.device
-    forward: Pass
     tokenizer: PreTrainedTokenizerBase | None
     """The tokenizer of the model."""
+
+    @property
+    def forward(self) -> Pass:
+        """The forward pass."""
 
     def each_rows(
         self,

@@ -2,7 +2,7 @@
 
 The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
 do: the language reference by topic, the standard library's source by package, passages of both, for a classifier, by
-what they are, and the functions of the library, each in parts, by package. Any other source is read as a site reads its own data.
+what they are, and functions of the library in parts, by package. Any other source is read as a site reads its own data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ class Corpus:
     """Field with the group of a record; empty if the source has no such field."""
 
 
-_BUILTIN = ("builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages", "builtin:python-functions")
+_BUILTIN = (
+    "builtin:python-docs",
+    "builtin:python-stdlib",
+    "builtin:python-passages",
+    "builtin:python-functions",
+)
 
 
 @contextmanager
@@ -82,8 +87,7 @@ def _check_builtin(source: str, field: str) -> None:
 
 
 def corpus_records(source: str, *, field: str = "data", split: str = "train") -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, `builtin:python-functions`, or any
-    source that `read_records` reads.
+    """Read one of the embedded corpora (`builtin:` names), or any source that `read_records` reads.
 
     A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
     end at blank lines, or its lines if it is one paragraph.
@@ -177,8 +181,8 @@ def _functions() -> Iterator[tuple[Record, list[str], ast.FunctionDef]]:
 
 def _python_functions() -> Corpus:
     """Functions of the standard library that have a docstring and statements: the `code` without the docstring, the
-    `signature` with which it begins, the `summary`, which is the first paragraph of the docstring in one line, the first
-    `statement`, and the `package`."""
+    `signature` with which it begins, the `summary`, which is the first paragraph of the docstring in one line, the
+    first `statement`, and the `package`."""
     records = []
     for record, lines, node in _functions():
         docstring = (ast.get_docstring(node) or "").strip()

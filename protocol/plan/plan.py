@@ -681,8 +681,9 @@ class SimulationSection(Section):
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
-    label), `builtin:python-functions` (the parts of functions), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
-    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
+    label), `builtin:python-functions` (functions in parts), a .txt/.jsonl/.json/.parquet file, a folder of such files,
+    or a hub name. A single .txt file is split at blank lines into paragraphs (without blank lines: into lines); in a
+    folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"

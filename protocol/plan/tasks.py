@@ -28,6 +28,8 @@ class Kind(NamedTuple):
     """The field of `[data]` with the most labels that a sequence is learned from; empty: it has one."""
     used: str = "first {tokens} tokens"
     """What of a record is used."""
+    model: str = "language model"
+    """What the trained model is called."""
     writes: Literal["", "continuation", "answer"] = "continuation"
     """What the model writes after a prompt; empty: it writes no text."""
 
@@ -40,11 +42,21 @@ _BY_FORMAT = {
 }
 _BY_TASK = {
     "choices": _PROMPT,
-    "classify": Kind("text", "texts", "text with its label", "text", windows=False, labels="", writes=""),
+    "classify": Kind(
+        "text",
+        "texts",
+        "text with its label",
+        "text",
+        windows=False,
+        labels="",
+        model="text classifier",
+        writes="",
+    ),
     "sequence-to-sequence": _PROMPT._replace(
         windows=False,
         labels="target_length",
         used="first {tokens} tokens of the prompt and first {targets} of the completion",
+        model="sequence-to-sequence model",
         writes="answer",
     ),
     "prefer": Kind(
@@ -57,9 +69,6 @@ _BY_TASK = {
         used="first {tokens} tokens of the prompt with each completion",
     ),
 }
-
-LABELS = tuple(dict.fromkeys(kind.label for kind in (*_BY_FORMAT.values(), *_BY_TASK.values())))
-"""What a label of a task may stand for."""
 
 
 def kind_of(task: str, form: Format) -> Kind:

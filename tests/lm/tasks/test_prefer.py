@@ -118,7 +118,8 @@ def log_probability(module: Any, prompt: str, completion: str) -> torch.Tensor:
     tokens = [*prompt.encode(), *completion.encode(), 256][:16]
     logits = module(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     each = logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    return each[len(prompt.encode()) - 1 :].sum()
+    total: torch.Tensor = each[len(prompt.encode()) - 1 :].sum()
+    return total
 
 
 def formula(module: Any, record: dict[str, Any], beta: float = 0.3) -> torch.Tensor:
@@ -184,7 +185,6 @@ def test_public_training_learns_the_chosen_completions() -> None:
 @pytest.mark.slow
 def test_the_reference_has_the_public_training(tmp_path: Path) -> None:
 
-
     path = tmp_path / "public.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in pairs(8)))
     plan = plan_of(f"public.source={path}", "public.steps=2", "public.batch_size=4")
@@ -223,12 +223,19 @@ def test_at_the_start_the_model_is_its_reference_bit_by_bit(scheme: str) -> None
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loss_and_gradient_are_those_of_the_formula_on_each_text_alone(scheme: str) -> None:
-    settings = (f"model.adapter.scheme={scheme}", "local.steps=1", "local.batch_size=6", "local.clip_norm=0.0")
+    settings = (
+        f"model.adapter.scheme={scheme}",
+        "local.steps=1",
+        "local.batch_size=6",
+        "local.clip_norm=0.0",
+    )
     plan, records = plan_of(*settings), pairs(6)
     model, data = moved(*settings), rows_of(records)
     module: Any = model.module.eval()
     trainer = Trainer(plan, model, CPU)
-    trained = model.trainable() if scheme != "rolora" else [e for e in model.trainable() if ".lora_B." in e[0]]
+    trained = (
+        model.trainable() if scheme != "rolora" else [e for e in model.trainable() if ".lora_B." in e[0]]
+    )
     losses = torch.stack([formula(module, record) for record in records])
     wanted = torch.autograd.grad(losses.mean(), [parameter for _, parameter in trained])
     sums = Evaluator(task_of(plan.data), module, 4, CPU).held_out(data)
@@ -248,7 +255,8 @@ def test_loss_and_gradient_are_those_of_the_formula_on_each_text_alone(scheme: s
         update = trainer.train(model.layout.flatten(module), data, round=1, site_seed=(0,))
     finally:
         hook.remove()
-    assert (update.tokens, update.loss) == (6, pytest.approx(sums.loss, rel=1e-5))
+    assert update.tokens == 6
+    assert update.loss == pytest.approx(sums.loss, rel=1e-5)
     assert seen.keys() == {name for name, _ in trained}
     for (name, _), gradient in zip(trained, wanted, strict=True):
         torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-5)
@@ -346,7 +354,12 @@ def test_a_run_under_masks_learns_the_preferences_at_the_sites(
     assert (answer["pairs"], answer["tokens"], answer["accuracy"]) == (2 * 3 * 8 * 4, None, None)
     done(capsys, "export", str(made.run), str(tmp_path / "model"))
     card = (tmp_path / "model" / "README.md").read_text()
-    for words in ("text-generation", "nats per pair", "preference accuracy", "`rejected`, by DPO with beta 0.3"):
+    for words in (
+        "text-generation",
+        "nats per pair",
+        "preference accuracy",
+        "`rejected`, by DPO with beta 0.3",
+    ):
         assert words in card
     assert done(capsys, "generate", str(made.run), "--prompt", "3? ", "--tokens", "4").startswith("3? ")
 
@@ -357,12 +370,11 @@ def test_a_private_run_is_evaluated_on_public_pairs(tmp_path: Path) -> None:
 
     made = Made(tmp_path, PLAN, pairs(60), *RECORD)
     assert made.answer["epsilon"] > 0
-    assert made.answer["pairs"] is None
+    assert made.answer["pairs"] is None  # how many is private
     final = made.run / "final"
     auto: Any = AutoPeftModelForCausalLM
     module = auto.from_pretrained(final).eval()
     lines = (made.run / "sites" / "public.jsonl").read_text().splitlines()
-
 
     losses = [formula(module, json.loads(line)).item() for line in lines]
     assert made.answer["final_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
@@ -372,7 +384,12 @@ def test_a_private_run_is_evaluated_on_public_pairs(tmp_path: Path) -> None:
 def test_the_shipped_plan_learns_privately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A smaller model and fewer steps of it."""
     settings = ("model.config.hidden_size=16", "model.config.num_hidden_layers=1", "run.rounds=2")
-    more = ("data.sequence_length=48", "local.steps=8", "server.evaluation_sequences=60", "simulation.noise_seed=1")
+    more = (
+        "data.sequence_length=48",
+        "local.steps=8",
+        "server.evaluation_sequences=60",
+        "simulation.noise_seed=1",
+    )
     options = [each for setting in (*settings, *more) for each in ("--set", setting)]
     answer = found(capsys, "simulate", "prefer", *options, "--out", str(tmp_path / "run"), "--workers", "1")
     assert answer["final_loss"] < answer["initial_loss"] == pytest.approx(np.log(2), abs=1e-5)

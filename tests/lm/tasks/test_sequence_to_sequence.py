@@ -147,12 +147,25 @@ def test_figures_follow_from_sums() -> None:
 
 
 def test_a_row_is_a_source_with_its_target_and_the_end_token() -> None:
-    records = [*colours(5), {"prompt": "", "completion": "red"}, {"prompt": "it is", "completion": ""}, {"prompt": "x"}]
+    records = [
+        *colours(5),
+        {"prompt": "", "completion": "red"},
+        {"prompt": "it is", "completion": ""},
+        {"prompt": "x"},
+    ]
     unusable = Unusable()
-    made = prepare(records, byte_tokenizer(), plan_of("data.held_out=0.0", "server.evaluation=none").data, seed=0, unusable=unusable)
+    made = prepare(
+        records,
+        byte_tokenizer(),
+        plan_of("data.held_out=0.0", "server.evaluation=none").data,
+        seed=0,
+        unusable=unusable,
+    )
     assert made.train.tokens.shape == (5, 20)
     assert made.train.labels.shape == (5, 8)
-    for record, tokens, labels in zip(records, made.train.tokens.tolist(), made.train.labels.tolist(), strict=False):
+    for record, tokens, labels in zip(
+        records, made.train.tokens.tolist(), made.train.labels.tolist(), strict=False
+    ):
         source, target = list(record["prompt"].encode())[:20], [*record["completion"].encode(), 256][:8]
         assert tokens == source + [257] * (20 - len(source))
         assert labels == target + [NOT_LEARNED] * (8 - len(target))
@@ -168,7 +181,10 @@ def test_a_source_has_the_tokens_on_which_users_call_the_saved_model() -> None:
         single="$A <|end|>", special_tokens=[("<|end|>", 256)]
     )
     ((_, example),) = task_of(plan_of().data).examples(colours(1), tokenizer, Unusable())
-    assert example.tokens.tolist() == tokenizer(colours(1)[0]["prompt"], truncation=True, max_length=20)["input_ids"]
+    assert (
+        example.tokens.tolist()
+        == tokenizer(colours(1)[0]["prompt"], truncation=True, max_length=20)["input_ids"]
+    )
     assert example.labels is not None
     assert example.labels.tolist() == [*b"red", 256]
     with raises(DataError, "data.sequence_length"):
@@ -185,7 +201,8 @@ def test_the_unit_is_a_prompt_with_its_completion() -> None:
     assert made.starts is not None
     np.testing.assert_array_equal(made.starts, np.arange(10))
     assert unit_in_words(plan.data, plan.privacy) == (
-        "one prompt with its completion, of which the first 20 tokens of the prompt and first 8 of the completion are used"
+        "one prompt with its completion, of which the first 20 tokens of the prompt and first 8 of the completion "
+        "are used"
     )
 
 
@@ -195,7 +212,9 @@ def test_the_unit_is_a_prompt_with_its_completion() -> None:
 def test_loss_and_gradient_are_those_of_transformers_on_pairs_without_padding() -> None:
     settings = ("local.steps=1", "local.batch_size=6", "local.clip_norm=0.0")
     model, records = roused(*settings), colours(6)
-    data = prepare(records, byte_tokenizer(), plan_of("data.held_out=0.0", "server.evaluation=none").data, seed=0).train
+    data = prepare(
+        records, byte_tokenizer(), plan_of("data.held_out=0.0", "server.evaluation=none").data, seed=0
+    ).train
     module: Any = model.module.eval()
     tokens = [min(8, len(record["completion"]) + 1) for record in records]
     losses = [alone(module, record) * count for record, count in zip(records, tokens, strict=True)]
@@ -258,13 +277,14 @@ def test_an_evaluation_compares_what_transformers_generates(rows: int) -> None:
         given = generated(module, tokenizer, record["prompt"])
         if number % 2:
             record["completion"] = given + ("" if number % 4 == 1 else " x")
-        target = tokenizer.decode(list(record["completion"].encode())[:8])
+        target = str(tokenizer.decode(list(record["completion"].encode())[:8]))
         exact += given == target
         total += round(1e6 * rouge_l(target, given))
     made = prepare(records, tokenizer, plan.data, seed=0, evaluated=True)
     counts = held_out(plan, model, CPU, made).counts
     assert list(counts.values()) == [10, exact, total]
-    assert 0 < exact < 10 and 0 < total < 10**7
+    assert 0 < exact < 10
+    assert 0 < total < 10**7
 
 
 def generated(module: Any, tokenizer: Any, prompt: str) -> str:
@@ -313,7 +333,8 @@ def test_an_unsound_plan_is_refused(settings: tuple[str, ...], field: str) -> No
 def test_a_run_under_masks_is_evaluated_at_the_sites_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Made(tmp_path, PLAN, colours(90))
+    plain = [each for each in colours(150) if each["completion"] in ("red", "blue")]
+    made = Made(tmp_path, PLAN, plain, "local.steps=40", "local.learning_rate=1e-2")
     answer, final = made.answer, made.run / "final"
     assert answer["final_loss"] < answer["initial_loss"]
     module, tokenizer = MODELS.from_pretrained(final).eval(), AutoTokenizer.from_pretrained(final)
@@ -321,17 +342,24 @@ def test_a_run_under_masks_is_evaluated_at_the_sites_and_exported(
     for site in ("site-000", "site-001", "site-002"):
         part = made.prepared(site).held_out
         for tokens, labels in zip(part.tokens, part.labels, strict=True):
-            source, target = (tokenizer.decode(each[(each >= 0) & (each < 256)]) for each in (tokens, labels))
+            both = (each[(each >= 0) & (each < 256)].tolist() for each in (tokens, labels))
+            source, target = (bytes(each).decode() for each in both)
             given = generated(module, tokenizer, source)
-            count, exact, total = count + 1, exact + (given == target), total + round(1e6 * rouge_l(target, given))
-    assert (count, answer["exact_match"], answer["rouge_l"]) == (18, exact / 18, pytest.approx(total / 18e6))
+            count, exact, total = (
+                count + 1,
+                exact + (given == target),
+                total + round(1e6 * rouge_l(target, given)),
+            )
+    assert (answer["exact_match"], answer["rouge_l"]) == (exact / count, pytest.approx(total / count / 1e6))
     assert exact
     facts = found(capsys, "export", str(made.run), str(tmp_path / "model"))
     assert facts["rouge_l"] == answer["rouge_l"]
     card = (tmp_path / "model" / "README.md").read_text()
     for words in ("text2text-generation", "sequence-to-sequence model", "AutoModelForSeq2SeqLM", "ROUGE-L"):
         assert words in card
-    written = done(capsys, "generate", str(made.run), "--prompt", "it is red!", "--temperature", "0", "--tokens", "8")
+    written = done(
+        capsys, "generate", str(made.run), "--prompt", "it is red!", "--temperature", "0", "--tokens", "8"
+    )
     assert written == generated(module, tokenizer, "it is red!") + "\n"
 
 
@@ -355,9 +383,21 @@ def test_a_private_adapter_is_evaluated_on_public_records_and_loads_with_peft(
 @pytest.mark.slow
 def test_the_shipped_plan_learns_to_summarize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A smaller model and fewer steps of it."""
-    settings = ("model.config.d_model=16", "model.config.num_layers=1", "data.sequence_length=32", "run.rounds=1")
-    more = ("local.steps=8", "server.evaluation_sequences=8", "server.evaluate_every=1", "data.target_length=16")
+    settings = (
+        "model.config.d_model=16",
+        "model.config.num_layers=1",
+        "data.sequence_length=32",
+        "run.rounds=1",
+    )
+    more = (
+        "local.steps=8",
+        "server.evaluation_sequences=8",
+        "server.evaluate_every=1",
+        "data.target_length=16",
+    )
     options = [each for setting in (*settings, *more) for each in ("--set", setting)]
-    answer = found(capsys, "simulate", "summarize", *options, "--out", str(tmp_path / "run"), "--workers", "1")
+    answer = found(
+        capsys, "simulate", "summarize", *options, "--out", str(tmp_path / "run"), "--workers", "1"
+    )
     assert answer["final_loss"] < answer["initial_loss"]
     assert answer["exact_match"] is not None
