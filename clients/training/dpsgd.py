@@ -67,10 +67,10 @@ from torch import nn
 from cloister.clients.training.release import MUST_STAY
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.model.passes import losses_of_rows
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
 from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import losses_of_rows
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry

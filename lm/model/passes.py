@@ -71,16 +71,8 @@ class Forward:
         return mask
 
 
-def losses_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As `summed_loss`, for each row: (B,)."""
-    each = functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-    )
-    return each.view(targets.shape).sum(1)
-
-
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Float32 cross-entropy summed over targets that are not -100: logits (B, L, V), targets (B, L) -> ()."""
+    """As `losses_of_rows`, of all rows together: ()."""
     return functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="sum"
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.confusion import Confusion
-from cloister.lm.tasks.task import HeldOut, Scoring
+from cloister.lm.tasks.task import HeldOut, Scoring, losses_of_rows
 from cloister.lm.text.examples import CONTEXT, Example, text_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
@@ -133,10 +133,7 @@ class Choices(Causal):
         nats = torch.zeros(len(asked), dtype=torch.float64, device=scoring.device)
 
         def score(rows: slice, targets: torch.Tensor, logits: torch.Tensor) -> None:
-            each = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-            )
-            nats[rows] += each.view(targets.shape).sum(1)
+            nats[rows] += losses_of_rows(logits, targets)
 
         scoring.each_batch(score, asked, trim=True)
         # Of each row, one part of the mesh has the sum and the others have 0.

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.tasks.causal import Causal
-from cloister.lm.tasks.task import HeldOut, Pass, Task
+from cloister.lm.tasks.task import HeldOut, Pass, Task, losses_of_rows
 from cloister.lm.text.examples import CONTEXT, Encoder, Example, Text, text_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, next_tokens
@@ -144,8 +144,6 @@ class Prefer(Task):
         """Logits (B, 1, 2), 0 and the sigmoid's argument; and 1 (B, 1), where anything is learned: their cross-entropy
         is the loss. Equal log probabilities are no preference, and 0 counts as the larger one."""
         import torch
-
-        from cloister.lm.model.passes import losses_of_rows
 
         length = self.data.sequence_length
         texts, wanted = tokens.reshape(-1, length), targets.reshape(-1, length)

@@ -373,6 +373,16 @@ class Task(ABC):
         return "data.text_field", "check the records"
 
 
+def losses_of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Float32 cross-entropy of each row, summed over targets that are not -100: (B, T, V), (B, T) -> (B,)."""
+    from torch.nn import functional
+
+    each = functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
+    )
+    return each.view(targets.shape).sum(1)
+
+
 def sample_line(task: Task) -> str:
     """A record with the fields that a plan asks for, as a line of JSONL."""
     owner = {task.data.owner: "..."} if task.data.owner else {}

@@ -33,10 +33,11 @@ from torch import nn
 
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel, seeded
-from cloister.lm.model.passes import Forward, losses_of_rows, summed_loss
+from cloister.lm.model.passes import Forward, summed_loss
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import losses_of_rows
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry, Moments
