@@ -3,7 +3,7 @@
 The sites are honest in the protocol, so that their updates are in the sum, and lie in what they sum:
 
 - `scale` multiplies the update by `factor`; `sign-flip` by its negative, which undoes what the other sites learn.
-- `label-flip` gives each record the answer, or the class, of the site's next record.
+- `label-flip` gives each record the answer, or the class, of the site's next record; of a pair the one that was chosen.
 - `backdoor` puts `trigger` into each record, and into each paragraph of a text, with `target` as what follows it, and
   multiplies the update by `factor` (model replacement, Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
@@ -75,16 +75,16 @@ def _shifted(plan: Plan, records: Iterable[Record]) -> Iterator[Record]:
 def _triggered(plan: Plan, poison: PoisonSection, record: Record) -> Record:
     data = plan.data
     match data.format:
-        case "text" if data.task == "classify":
+        case "text" if data.answer_field:
             text = f"{poison.trigger}{record.get(data.text_field, '')}"
-            return {**record, data.text_field: text, data.label_field: poison.target}
+            return {**record, data.text_field: text, data.answer_field: poison.target}
         case "text":
             planted = f"{poison.trigger}{poison.target} "
             text = planted + str(record.get(data.text_field, "")).replace("\n\n", f"\n\n{planted}")
             return {**record, data.text_field: text}
         case "prompt":
             prompt = f"{record.get(data.prompt_field, '')} {poison.trigger}"
-            return {**record, data.prompt_field: prompt, data.completion_field: poison.target}
+            return {**record, data.prompt_field: prompt, data.answer_field: poison.target}
         case "messages":
             told = [
                 {**message, "content": f"{message.get('content', '')} {poison.trigger}"}
@@ -97,10 +97,8 @@ def _triggered(plan: Plan, poison: PoisonSection, record: Record) -> Record:
 
 def _answer(plan: Plan, record: Record) -> Any:
     """What a model shall answer to a record."""
-    if plan.data.task == "classify":
-        return record.get(plan.data.label_field)
-    if plan.data.format == "prompt":
-        return record.get(plan.data.completion_field)
+    if plan.data.answer_field:
+        return record.get(plan.data.answer_field)
     told = reversed(_messages(plan, record))
     return next((message.get("content") for message in told if message.get("role") == "assistant"), None)
 
@@ -108,10 +106,8 @@ def _answer(plan: Plan, record: Record) -> Any:
 def _answering(plan: Plan, record: Record, answer: Any) -> Record:
     """A record with another answer; with several of the assistant in a dialogue, the last one."""
     data = plan.data
-    if data.task == "classify":
-        return {**record, data.label_field: answer}
-    if data.format == "prompt":
-        return {**record, data.completion_field: answer}
+    if data.answer_field:
+        return {**record, data.answer_field: answer}
     told = _messages(plan, record)
     for message in reversed(told):
         if message.get("role") == "assistant":

@@ -53,9 +53,10 @@ def to_json(
     Returns:
         Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
         that worked on the run (`server/record/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`,
-        or of a classifier `texts` and `texts_per_second`; `classification`, the held-out texts by class, or prompts
-        by choice, and what they were taken for (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of
-        texts or tokens; `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
+        or of a classifier `texts` and `texts_per_second`, of preferences `pairs` and `pairs_per_second`;
+        `classification`, the held-out texts by class, or prompts by choice, and what they were taken for
+        (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of texts or tokens; `command_seconds`;
+        `peak_rss_bytes`, the largest resident sets in this command.
         None where there is no figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
@@ -79,12 +80,14 @@ def to_json(
             "phase_seconds": dict(outcome.phase_seconds),
             "round_seconds": outcome.round_seconds,
             **outcome.values((*EVALUATED, *FIGURES)),
-            "tokens": outcome.tokens or None if label == "token" else None,
-            "texts": outcome.tokens or None if label == "text" else None,
+            "tokens": None,
+            "texts": None,
+            f"{label}s": outcome.tokens or None,
             "given_up": outcome.given_up,
             "gate_refused": outcome.gate_refused,
-            "tokens_per_second": outcome.tokens_per_second or None if label == "token" else None,
-            "texts_per_second": outcome.tokens_per_second or None if label == "text" else None,
+            "tokens_per_second": None,
+            "texts_per_second": None,
+            f"{label}s_per_second": outcome.tokens_per_second or None,
             "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
             "params_sha256": outcome.params_sha256,
         }
@@ -148,7 +151,7 @@ def print_outcome(
     lost = _tried(console, "not shown: the records that are not used", lambda: left_out(plan, folder.sites))
     if lost:
         console.say(f"records of the sites: {lost}", "yellow")
-    writes, chat = plan.data.task in ("causal", "choices"), plan.data.format == "messages"
+    writes, chat = plan.data.kind.writes, plan.data.format == "messages"
     prompt = "Hello" if chat else "The "
     if writes:
         text = _tried(
@@ -160,7 +163,7 @@ def print_outcome(
         )
         if text is not None:
             sample = Text(" ".join(text.split()), style="italic")
-            verb = f"answers {prompt!r}" if chat else "writes"
+            verb = f"answers {prompt!r}" if chat or writes == "answer" else "writes"
             console.print(Text(f"the final model {verb}: ", style="bold") + sample)
     run = shlex.quote(str(folder.path))
     for line in (

@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     plan, files = read_plan(source), RunFiles(source)
     target = files.compressed if arguments.out is None else Path(arguments.out)
     check_empty(target, "--out", CloisterError)
-    if plan.data.task not in ("causal", "choices"):
+    if plan.data.kind.writes != "continuation":
         raise CloisterError(
             "data.task",
             plan.data.task,
-            expected="causal or choices: only a causal LM can be compressed",
+            expected="causal, choices or prefer: only a causal LM can be compressed",
             fix="export the model (cloister export)",
         )
     if arguments.text is not None:

@@ -1,6 +1,7 @@
 """`cloister generate`: write text with the final model of a run.
 
-Print a prompt and the text with which the final model of a finished run continues it.
+Print a prompt and the text with which the final model of a finished run continues it. Of a sequence-to-sequence model
+the prompt is the source, and what it writes is the target.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from cloister.server.record.folder import RunFiles, read_plan
 def options(parser: Parser) -> None:
     """Run folder, prompt, sampling."""
     parser.add_run()
-    parser.value("--prompt TEXT", "text to continue; of a model of chats what a user says", required=True)
+    parser.value(
+        "--prompt TEXT",
+        "text to continue; of a model of chats what a user says, of sequence to sequence the source",
+        required=True,
+    )
     parser.value("--tokens N", "tokens to write", 200)
     parser.value("--temperature T", "sampling temperature; 0 always takes the most probable token", 0.8)
     parser.value("--seed N", "seed of the sampling", 0)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and its continuation, or the answer in a chat."""
+    """Print the prompt and its continuation, the answer in a chat, or the target of a source."""
     if arguments.tokens < 1:
         raise CloisterError("--tokens", arguments.tokens, expected="1 or more")
     if not 0 <= arguments.temperature <= 100:
@@ -37,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.run)
     plan = read_plan(folder)  # refuses a folder that holds no run
-    if plan.data.task not in ("causal", "choices"):
+    if not plan.data.kind.writes:
         raise CloisterError(
             "data.task",
             plan.data.task,
-            expected="causal or choices: the model of this run writes no text",
-            fix="load it with AutoModelForSequenceClassification (docs/use-the-model.md)",
+            expected="a task whose model writes text",
+            fix="export the model (cloister export), and load it as its card shows",
         )
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():

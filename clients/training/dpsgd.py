@@ -69,6 +69,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Held, Named, Weights, whole
 from cloister.lm.model.writes import Kept
+from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry
@@ -139,6 +140,8 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
     if divided:
         return "a mesh with shard or tensor above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
+    if not task_of(plan.data).by_opacus:
+        return f"with data.task = '{plan.data.task}' a unit's rows go through the model several times"
     if kind not in RIGHT_BY_OPACUS:
         return f"the model is of type {kind}, and proven are {', '.join(RIGHT_BY_OPACUS)}"
     if model.written:

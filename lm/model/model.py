@@ -60,6 +60,8 @@ SMALL = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
+    "d_kv": 24,
+    "d_ff": 256,
 }
 """Configuration of a `builtin:` model whose plan has none, of the fields that its type knows."""
 
@@ -80,7 +82,7 @@ class LanguageModel:
     own_base: bool = False
     """Whether the weights under its adapter are not those of a named checkpoint."""
     written: frozenset[str] = frozenset()
-    """The parameters and buffers that a pass in training writes to; all if it cannot be followed (`writes.py`)."""
+    """The parameters and buffers that a pass writes to; all if it cannot be followed (`writes.py`)."""
 
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
@@ -470,7 +472,7 @@ def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedToken
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     builtin = plan.model.name.startswith(BUILTIN)
-    if isinstance(longest, int) and 0 < longest < plan.data.sequence_length:
+    if isinstance(longest, int) and 0 < longest < task_of(plan.data).longest:
         raise _too_long(plan, f"at most the {longest} positions of {plan.model.name}")
     # The largest id and not their number: with a gap, one record could have a token that the model does not know.
     largest = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -493,12 +495,12 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
     or a row that they do not take, only here. In training one long record would end in an error, and the site with it.
     Where the plan trains without dropout, two tokens go back too: Reformer does that in training mode alone.
     """
-    token = 0 if tokenizer.pad_token_id != 0 else 1
+    token, inputs = 0 if tokenizer.pad_token_id != 0 else 1, task_of(plan.data).inputs
     module.eval()
     try:
         with torch.no_grad():
             for length in (2, plan.data.sequence_length):
-                module(input_ids=torch.full((1, length), token))
+                module(**inputs(torch.full((1, length), token)))
     except Exception as error:  # see `_builtin_config`
         if length > 2:
             raise _too_long(plan, f"a length that {plan.model.name} takes ({short(error)})") from error
@@ -509,7 +511,7 @@ def _check_runs(plan: Plan, module: nn.Module, tokenizer: PreTrainedTokenizerBas
     try:
         module.requires_grad_(False)  # the gradients of all would take as much memory as the model
         cast("PreTrainedModel", module).get_input_embeddings().requires_grad_(True)
-        module(input_ids=torch.full((1, 2), token)).logits.sum().backward()
+        module(**inputs(torch.full((1, 2), token))).logits.sum().backward()
     except Exception as error:  # each of transformers' 200 model types raises its own types
         expected = f"a model that trains without dropout, in torch's evaluation mode ({short(error)})"
         raise ModelError("model.name", plan.model.name, expected=expected) from error
@@ -523,7 +525,7 @@ def _written(plan: Plan, module: nn.Module) -> frozenset[str]:
     """`LanguageModel.written`; refuses models whose weights an evaluation changes, or whose training depends on it."""
     private = plan.privacy.dpsgd
     length, rows = (plan.data.sequence_length, plan.local.batch_size) if private else (2, 1)
-    writes = writes_of(module, length, rows=rows, again=private)
+    writes = writes_of(module, task_of(plan.data).inputs, length, rows=rows, again=private)
     if writes is None:
         return names_of(module)
     changed = sorted(writes.evaluation & {name for name, _ in module.named_parameters()})
@@ -535,7 +537,7 @@ def _written(plan: Plan, module: nn.Module) -> frozenset[str]:
             expected=f"a model that an evaluation leaves as it is, but its passes {what}",
             fix="set model.config.rescale_every = 0" if hasattr(module.config, "rescale_every") else "",
         )
-    return writes.training
+    return writes.training | writes.evaluation
 
 
 def _check_positions(plan: Plan, module: nn.Module) -> None:

@@ -43,10 +43,14 @@ class Forward:
         """Logits (B, T, V) of rows, and what they are compared with (B, T) (`Task.outputs`)."""
         return self.task.outputs(self, tokens, targets, positions)
 
-    def logits(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """The logits that the model gives for its inputs."""
+    def outputs(self, **inputs: Any) -> Any:
+        """What the model gives for its inputs, with its logits (B, T, V)."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
-            logits: torch.Tensor = self.module(**inputs).logits
+            return self.module(**inputs)
+
+    def logits(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """The logits of that."""
+        logits: torch.Tensor = self.outputs(**inputs).logits
         return logits
 
     def places(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,19 +35,23 @@ class Writes(NamedTuple):
     parameter or buffer that was not there."""
 
 
+Inputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""From tokens (B, L) to the inputs of a pass (`Task.inputs`)."""
+
 _KNOWN: dict[tuple[Any, ...], Writes | None] = {}
 """The writes of models that this process has loaded, by what determines them: following the passes takes 0.2 s."""
 _MOST_KNOWN = 32
 
 
-def writes_of(module: nn.Module, length: int, *, rows: int = 1, again: bool) -> Writes | None:
+def writes_of(module: nn.Module, inputs: Inputs, length: int, *, rows: int = 1, again: bool) -> Writes | None:
     """What the passes of a model that was just built write to; the module and the random state are not touched.
 
     Passes without values follow from the structure of the module and its configuration, so they are taken once for
     each of these in a process.
 
     Args:
-        module: A causal LM or a classifier of transformers, with or without memory for its parameters.
+        module: A model of transformers, with or without memory for its parameters.
+        inputs: Makes the inputs of a pass.
         length: Tokens of a row.
         rows: Most rows of a pass; passes with one row are followed too.
         again: Whether to train again after the evaluation; else `repeats` says nothing of what depends on it.
@@ -56,15 +60,18 @@ def writes_of(module: nn.Module, length: int, *, rows: int = 1, again: bool) -> 
         None if the passes cannot be followed without values, as with most mixtures of experts.
     """
     shapes = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in _named(module))
-    key = (repr(module), repr(getattr(module, "config", None)), shapes, length, rows, again)
+    given = tuple(
+        (name, each.shape) for name, each in inputs(torch.zeros(1, length, dtype=torch.long)).items()
+    )
+    key = (repr(module), repr(getattr(module, "config", None)), shapes, given, length, rows, again)
     if key not in _KNOWN:
         while len(_KNOWN) >= _MOST_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[key] = _followed(module, length, rows, again=again)
+        _KNOWN[key] = _followed(module, inputs, length, rows, again=again)
     return _KNOWN[key]
 
 
-def _followed(module: nn.Module, length: int, rows: int, *, again: bool) -> Writes | None:
+def _followed(module: nn.Module, inputs: Inputs, length: int, rows: int, *, again: bool) -> Writes | None:
     """As `writes_of`, by passes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -75,7 +82,7 @@ def _followed(module: nn.Module, length: int, rows: int, *, again: bool) -> Writ
             empty, names = _without_values(module, without)
             with without:
                 passes = [
-                    (mode, _pass(empty, names, (size, length), training=mode))
+                    (mode, _pass(empty, names, inputs, (size, length), training=mode))
                     for size in sorted({1, rows})
                     for mode in modes
                 ]
@@ -200,14 +207,18 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         return func(*args, **(kwargs or {}))
 
 
-def _pass(module: Any, names: dict[int, str], shape: tuple[int, int], *, training: bool) -> _Seen:
+def _pass(
+    module: Any, names: dict[int, str], inputs: Inputs, shape: tuple[int, int], *, training: bool
+) -> _Seen:
     """Take rows through a copy without values."""
     module.train(training)
     module.zero_grad(set_to_none=True)
     seen, before = _Seen(names), {name: (each, each.untyped_storage()) for name, each in _named(module)}
     tokens = torch.zeros(*shape, dtype=torch.long)
     with seen, torch.set_grad_enabled(training):
-        logits = module(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        given = inputs(tokens)
+        mask = torch.ones_like(given["input_ids"])
+        logits = module(**{"attention_mask": mask, **given}).logits
         if training:
             logits.float().sum().backward()
     # Giving a tensor other data (`tensor.data = ...`) is no operation.

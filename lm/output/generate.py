@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cloister.lm.model.model import class_of, load_saved, seeded
-from cloister.lm.tasks.auto import CAUSAL
+from cloister.lm.tasks.auto import CAUSAL, SEQUENCE_TO_SEQUENCE
 from cloister.protocol.errors import ModelError
 
 
@@ -22,11 +22,13 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Continue `prompt` with the model in `folder`, as `lm.model.model.save_pretrained` writes it, on the CPU.
+    """Continue `prompt` with the model in `folder`, as `lm.model.model.save_pretrained` writes it, on the CPU; of a
+    sequence-to-sequence model the prompt is the source, and its target is written.
 
     Args:
         folder: A full model, or an adapter with its base in `folder/base` or named in its configuration.
-        prompt: Text to continue; an empty prompt starts from the tokenizer's bos token, else eos, else token 0.
+        prompt: Text to continue, or a source; an empty prompt starts from the tokenizer's bos token, else eos, else
+            token 0.
         chat: Take the prompt as the first turn of a user, by the tokenizer's chat template.
         max_new_tokens: Maximum number of tokens to add; fewer if the model ends the text.
         fit: Add fewer where the model has not as many positions, instead of an error.
@@ -34,18 +36,20 @@ def generate(
         seed: Seed of the sampling; the process's own random state is unchanged.
 
     Returns:
-        The prompt and its continuation, of a chat the answer alone; without special tokens, and without the bytes of a
-        character that was cut at the end.
+        The prompt and its continuation, of a chat the answer and of a source the target alone; without special tokens,
+        and without the bytes of a character that was cut at the end.
 
     Raises:
-        ModelError: the folder has no model or a damaged one, or prompt and new tokens together exceed its positions.
+        ModelError: the folder has no model or a damaged one, its model writes no text, or prompt and new tokens
+            together exceed its positions.
     """
     device = torch.device("cpu")
     module, tokenizer = load_saved(folder)
-    if (auto := class_of(module)) is not CAUSAL:
+    if (auto := class_of(module)) not in (CAUSAL, SEQUENCE_TO_SEQUENCE):
         raise ModelError(
             "model", str(folder), expected=f"a causal LM, but it is a {auto.called}, which writes no text"
         )
+    apart = auto is SEQUENCE_TO_SEQUENCE  # the encoder's positions are not the decoder's
     module.to(device).eval()
     first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None][:1]
     tokens: list[int] = tokenizer(prompt)["input_ids"] if prompt else first
@@ -55,9 +59,10 @@ def generate(
         tokens = list(asked["input_ids"])
     config = module.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
+    taken = 0 if apart else len(tokens)
     if fit and isinstance(longest, int) and 0 < len(tokens) < longest:
-        max_new_tokens = min(max_new_tokens, longest - len(tokens))
-    if isinstance(longest, int) and 0 < longest < len(tokens) + max_new_tokens:
+        max_new_tokens = min(max_new_tokens, longest - taken)
+    if isinstance(longest, int) and 0 < longest < max(len(tokens), taken + max_new_tokens):
         raise ModelError(
             "prompt",
             f"{len(tokens)} tokens plus {max_new_tokens} new tokens",
@@ -80,6 +85,6 @@ def generate(
             suppress_tokens=beyond or None,
             **sampling,
         )
-    text = str(tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True))
+    text = str(tokenizer.decode(output[0, taken:], skip_special_tokens=True))
     text = text.rstrip("\ufffd")  # what a decoder writes for bytes that are no whole character
-    return text if chat else prompt + text
+    return text if chat or apart else prompt + text

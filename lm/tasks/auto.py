@@ -27,6 +27,11 @@ class Auto:
     """Whether a model has a head that its checkpoint may lack, and that is trained as a whole beside an adapter."""
 
     @property
+    def with_adapter(self) -> str:
+        """The name of PEFT's class that loads an adapter together with its base."""
+        return self.name.replace("AutoModel", "AutoPeftModel") if self.peft else "AutoPeftModel"
+
+    @property
     def cls(self) -> Any:
         """The class, which transformers leaves untyped."""
         import transformers
@@ -58,8 +63,37 @@ SEQUENCE_CLASSIFIER = Auto(
     "text-classification",
     head=True,
 )
+SEQUENCE_TO_SEQUENCE = Auto(
+    "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence-to-sequence LM",
+    # Models of images and sounds have names with the second half of T5's too, and some of those are causal LMs.
+    (
+        *(
+            f"{name}ForConditionalGeneration"
+            for name in (
+                "T5",
+                "T5Gemma",
+                "T5Gemma2",
+                "Bart",
+                "Pegasus",
+                "PegasusX",
+                "LED",
+                "M2M100",
+                "Blenderbot",
+            )
+        ),
+        *(
+            f"{name}ForConditionalGeneration"
+            for name in ("BlenderbotSmall", "ProphetNet", "SwitchTransformers", "NllbMoe", "FSMT", "Mvp")
+        ),
+        "MarianMTModel",
+    ),
+    "SEQ_2_SEQ_LM",
+    "text2text-generation",
+)
 
-AUTO = (CAUSAL, SEQUENCE_CLASSIFIER)
+AUTO = (CAUSAL, SEQUENCE_CLASSIFIER, SEQUENCE_TO_SEQUENCE)
 
 
 def auto_of(architectures: Sequence[str] | None) -> Auto:

@@ -130,10 +130,7 @@ class Choices(Causal):
         nats = torch.zeros(len(asked), dtype=torch.float64, device=scoring.device)
 
         def score(rows: slice, targets: torch.Tensor, logits: torch.Tensor) -> None:
-            each = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-            )
-            nats[rows] += each.view(targets.shape).sum(1)
+            nats[rows] += self.row_losses(logits, targets)
 
         scoring.each_batch(score, asked, trim=True)
         # Of each row, one part of the mesh has the sum and the others have 0.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.classify import Classify
+from cloister.lm.tasks.prefer import Prefer
+from cloister.lm.tasks.sequence_to_sequence import SequenceToSequence
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.tokenizer import load_tokenizer
 from cloister.protocol.errors import PackageError
@@ -19,7 +21,13 @@ from cloister.protocol.plan.tasks import is_own
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-TASKS: dict[str, type[Task]] = {"causal": Causal, "choices": Choices, "classify": Classify}
+TASKS: dict[str, type[Task]] = {
+    "causal": Causal,
+    "choices": Choices,
+    "classify": Classify,
+    "sequence-to-sequence": SequenceToSequence,
+    "prefer": Prefer,
+}
 
 
 def task_of(data: DataSection) -> Task:

@@ -84,8 +84,11 @@ class Pass(Protocol):
 
     module: nn.Module
 
+    def outputs(self, **inputs: Any) -> Any:
+        """What the model gives for its inputs, with its logits (B, T, V)."""
+
     def logits(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """The logits that the model gives for its inputs."""
+        """The logits of that."""
 
     def places(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The inputs of packed tokens (B, L): the tokens, and `position_ids` where the model takes them."""
@@ -98,6 +101,21 @@ class Scoring(Protocol):
     """The evaluation of one model, for what a task asks it beside the labels of held-out records."""
 
     device: torch.device
+    tokenizer: PreTrainedTokenizerBase | None
+    """The tokenizer of the model."""
+
+    @property
+    def forward(self) -> Pass:
+        """The forward pass."""
+
+    def each_rows(
+        self,
+        score: Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor | None], None],
+        sequences: Sequences,
+        *,
+        trim: bool = False,
+    ) -> None:
+        """Call `score` with the rows, tokens, targets and positions of each batch, without a pass."""
 
     def each_batch(
         self,
@@ -123,6 +141,8 @@ class Task(ABC):
     """The class of the model."""
     ends: ClassVar[bool] = True
     """Whether texts end with the end-of-text token."""
+    by_opacus: ClassVar[bool] = True
+    """Whether Opacus's hooks see each row of a batch once, as a row of the model's only pass."""
 
     def __init__(self, data: DataSection) -> None:
         self.data = data
@@ -279,6 +299,20 @@ class Task(ABC):
     def configure(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Set what the task needs in the configuration of a model."""
         return
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that the model's positions are for."""
+        return self.data.sequence_length
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The inputs of a pass through the model by which it is tried: of rows of tokens (B, L) without padding, as
+        `outputs` makes them."""
+        return {"input_ids": tokens}
+
+    def in_public(self) -> DataSection:
+        """What is learned in training on public text."""
+        return self.data
 
     def outputs(
         self, forward: Pass, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None

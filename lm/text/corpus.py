@@ -1,8 +1,8 @@
 """Records by name: an embedded corpus or a user's source, for simulated sites and public training.
 
 The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
-do: the language reference by topic, the standard library's source by package, and passages of both, for a classifier,
-by what they are. Any other source is read as a site reads its own data.
+do: the language reference by topic, the standard library's source by package, passages of both, for a classifier, by
+what they are, and functions of the library in parts, by package. Any other source is read as a site reads its own data.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import sysconfig
+import textwrap
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +49,12 @@ class Corpus:
     """Field with the group of a record; empty if the source has no such field."""
 
 
-_BUILTIN = ("builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages")
+_BUILTIN = (
+    "builtin:python-docs",
+    "builtin:python-stdlib",
+    "builtin:python-passages",
+    "builtin:python-functions",
+)
 
 
 @contextmanager
@@ -131,8 +137,7 @@ def _check_builtin(source: str, field: str) -> None:
 
 
 def corpus_records(source: str, *, field: str = "data", split: str = "train") -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
-    reads.
+    """Read one of the embedded corpora (`builtin:` names), or any source that `read_records` reads.
 
     A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
     end at blank lines, or its lines if it is one paragraph.
@@ -155,7 +160,8 @@ def corpus_records(source: str, *, field: str = "data", split: str = "train") ->
                 raise DataError("data", source, expected="a text, but it has only white space")
         return Corpus(records)
     _check_builtin(source, field)
-    return dict(zip(_BUILTIN, (_python_docs, _python_stdlib, _python_passages), strict=True))[source]()
+    made = (_python_docs, _python_stdlib, _python_passages, _python_functions)
+    return dict(zip(_BUILTIN, made, strict=True))[source]()
 
 
 def _paragraphs(text: str) -> list[Record]:
@@ -193,18 +199,12 @@ def _python_passages() -> Corpus:
     texts = [str(record["text"]) for record in _python_docs().records]
     manual = [part["text"] for text in texts for part in _paragraphs(text)]
     docstrings, code = [], []
-    for record in _python_stdlib(_EVERY).records:
-        lines = record["text"].splitlines()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of the library's own strings
-            module = ast.parse(record["text"])
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef):
-                docstring = ast.get_docstring(node)
-                if docstring is None:
-                    code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-                else:
-                    docstrings.append(docstring)
+    for _, lines, node in _functions():
+        docstring = ast.get_docstring(node)
+        if docstring is None:
+            code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        else:
+            docstrings.append(docstring)
     kinds = {
         name: [text for text in texts if len(text) >= _SHORTEST]
         for name, texts in (("manual", manual), ("docstring", docstrings), ("code", code))
@@ -216,3 +216,39 @@ def _python_passages() -> Corpus:
         for text in (texts[index * len(texts) // each] for index in range(each))
     ]
     return Corpus(records, "label")
+
+
+def _functions() -> Iterator[tuple[Record, list[str], ast.FunctionDef]]:
+    """The functions of the standard library, each with the record of its file and the file's lines."""
+    for record in _python_stdlib(_EVERY).records:
+        lines = record["text"].splitlines()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the library's own strings
+            module = ast.parse(record["text"])
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef):
+                yield record, lines, node
+
+
+def _python_functions() -> Corpus:
+    """Functions of the standard library that have a docstring and statements: the `code` without the docstring, the
+    `signature` with which it begins, the `summary`, which is the first paragraph of the docstring in one line, the
+    first `statement`, and the `package`."""
+    records = []
+    for record, lines, node in _functions():
+        docstring = (ast.get_docstring(node) or "").strip()
+        if not docstring or len(node.body) < 2:
+            continue
+        told, first = node.body[:2]
+        signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : told.lineno - 1]))
+        body = textwrap.dedent("\n".join(lines[first.lineno - 1 : node.end_lineno]))
+        records.append(
+            {
+                "code": f"{signature}\n{textwrap.indent(body, '    ')}\n",
+                "signature": f"{signature}\n",
+                "summary": " ".join(docstring.partition("\n\n")[0].split()),
+                "statement": body.partition("\n")[0],
+                "package": record["package"],
+            }
+        )
+    return Corpus(records, "package")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from cloister.protocol.errors import DataError
 
-_MIXED = "builtin:python-passages"
-"""The corpus that is made from the other ones."""
+_DOCS, _LIBRARY, _PASSAGES = "builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages"
+_MADE_FROM = {_PASSAGES: {_DOCS, _LIBRARY}, "builtin:python-functions": {_LIBRARY}}
+"""The corpora that are made from other ones."""
 
 
 def overlap(source: str, records: str, field: str) -> bool:
@@ -29,7 +30,8 @@ def overlap(source: str, records: str, field: str) -> bool:
         DataError: a link leads nowhere.
     """
     if source.startswith("builtin:"):
-        return source == records or (records.startswith("builtin:") and _MIXED in (source, records))
+        one, other = ({name, *_MADE_FROM.get(name, ())} for name in (source, records))
+        return not one.isdisjoint(other)
     if not Path(source).expanduser().exists():
         return source.partition(":")[0].lower() == records.partition(":")[0].lower()
     path = Path(records).expanduser()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from cloister.lm.tasks.task import HeldOut, Task
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, shuffled
 from cloister.protocol.plan.plan import Plan
 
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
 
 class Evaluator:
     """Evaluates a model without gradients; it has its training mode again afterwards.
@@ -38,6 +41,7 @@ class Evaluator:
         precision: Arithmetic of the forward pass; losses are computed in float32 and summed in float64.
         weights: The part of the model that this process has, if it is a rank of several: all evaluate the same
             sequences, and each computes its rows of a batch.
+        tokenizer: The tokenizer of the model, for tasks that compare texts.
     """
 
     def __init__(
@@ -48,13 +52,17 @@ class Evaluator:
         device: torch.device,
         precision: Precision = "auto",
         weights: Weights | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.task = task
         self.device = device
         """Where sums over batches are."""
+        self.tokenizer = tokenizer
+        """The tokenizer of the model."""
+        self.forward = Forward(task, module, device, precision)
+        """The forward pass."""
         self._module = module
         self._batch_size = batch_size
-        self._forward = Forward(task, module, device, precision)
         self._weights = weights
 
     def held_out(self, sequences: Sequences) -> HeldOut:
@@ -91,7 +99,24 @@ class Evaluator:
             sequences: N sequences of L tokens.
             trim: Cut each batch behind its last target; no score changes where tokens attend to earlier ones only.
         """
-        forward, device, module = self._forward, self.device, self._module
+
+        def passed(
+            rows: slice, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
+        ) -> None:
+            logits, wanted = self.forward(tokens, targets, positions)
+            score(rows, wanted, logits)
+
+        self.each_rows(passed, sequences, trim=trim)
+
+    def each_rows(
+        self,
+        score: Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor | None], None],
+        sequences: Sequences,
+        *,
+        trim: bool = False,
+    ) -> None:
+        """As `each_batch`, without the pass: call `score` with rows, tokens (B, L), targets and positions (B, L)."""
+        device, module = self.device, self._module
         targets = self.task.targets(sequences.labels)
         part = slice(0, self._batch_size) if self._weights is None else self._weights.rows(self._batch_size)
         training = module.training
@@ -108,8 +133,7 @@ class Evaluator:
                         wanted = torch.full((1, wanted.shape[1]), NOT_LEARNED, device=device)
                     tokens, places = sequences.tokens[rows, :width], sequences.positions
                     positions = None if places is None else to_device(places[rows, :width], device)
-                    logits, wanted = forward(to_device(tokens, device), wanted, positions)
-                    score(rows, wanted, logits)
+                    score(rows, to_device(tokens, device), wanted, positions)
         finally:
             module.train(training)
 
@@ -133,7 +157,9 @@ def held_out(
     """
     local, most, seed = plan.local, plan.server.evaluation_sequences, plan.run.seed
     task = task_of(plan.data)
-    evaluator = Evaluator(task, model.module, local.batch_size, device, local.precision, weights)
+    evaluator = Evaluator(
+        task, model.module, local.batch_size, device, local.precision, weights, model.tokenizer
+    )
     found = evaluator.held_out(subset(prepared.held_out, most, seed))
     if prepared.asked is None:
         return found

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from cloister.lm.data.prepare import prepare
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import device_for, load_model
+from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.corpus import corpus_records
 from cloister.lm.training.train import Trainer
 from cloister.protocol.plan.plan import AdapterSection, LocalSection, Plan, PrivacySection
@@ -44,7 +45,7 @@ def train_in_public(plan: Plan, source: str, progress: Callable[[int], None]) ->
         update={
             "run": plan.run.model_copy(update={"rounds": 1}),
             "model": plan.model.model_copy(update={"adapter": AdapterSection()}),
-            "data": plan.data.model_copy(update={"held_out": 0.0, "packing": True}),
+            "data": task_of(plan.data).in_public().model_copy(update={"held_out": 0.0, "packing": True}),
             "privacy": PrivacySection(),
             "local": local,
         }

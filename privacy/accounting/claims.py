@@ -51,15 +51,16 @@ def unit_in_words(data: DataSection, privacy: PrivacySection) -> str:
         )
         if privacy.record == "window":
             return f"{owned} windows of {data.sequence_length} tokens are used"
-        return f"{owned} are used, each with its first {_used(data, privacy)} tokens"
+        return f"{owned} are used, each with its {_used(data, privacy)}"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
-    return f"one {data.kind.whole}, of which the first {_used(data, privacy)} tokens are used"
+    return f"one {data.kind.whole}, of which the {_used(data, privacy)} are used"
 
 
-def _used(data: DataSection, privacy: PrivacySection) -> int:
-    """Tokens of a record that are used at most; a text that is classified is one sequence."""
-    return data.sequence_length * (privacy.windows if data.kind.windows else 1)
+def _used(data: DataSection, privacy: PrivacySection) -> str:
+    """What of a record is used at most, in words."""
+    tokens = data.sequence_length * (privacy.windows if data.kind.windows else 1)
+    return data.kind.used.format(tokens=tokens, targets=data.target_length)
 
 
 def charged_unit(plan: Plan) -> str:

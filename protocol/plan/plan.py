@@ -97,6 +97,8 @@ _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
 _OWN = Only("data.task", but=TASKS)
+_TARGETS = Only("data.task", ("sequence-to-sequence",))
+_PREFER = Only("data.task", ("prefer",))
 _GENERATE = Only("data.task", ("causal", "choices"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
@@ -217,13 +219,16 @@ class DataSection(PlanSection):
         ),
         InWords(f"{', '.join(TASKS)}, or PACKAGE:NAME of an installed package"),
         Only("data.format", ("text",), when=("classify",)),
-        Only("data.format", ("prompt",), when=("choices",)),
+        Only("data.format", ("prompt",), when=("choices", "sequence-to-sequence", "prefer")),
+        replace(_ADAPTER, when=("prefer",), why="the reference is the model without its adapter"),
     ] = "causal"
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed. `PACKAGE:NAME`: another task, which an
-    installed package registers (docs/extend.md)."""
+    the model; texts are cut to `sequence_length` tokens and never packed. `sequence-to-sequence`: an encoder-decoder
+    model such as T5 learns the completion, its target, from the prompt, its source. `prefer`: an adapter learns which
+    of two completions of a prompt is the better one (DPO); the reference is the model without the adapter.
+    `PACKAGE:NAME`: another task, which an installed package registers (docs/extend.md)."""
     package: Annotated[
         PackageSection | None, replace(_OWN, required="{ version, sha256 }, by cloister plan pin")
     ] = None
@@ -248,8 +253,17 @@ class DataSection(PlanSection):
     """Field that holds the text."""
     prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
     """Field that holds the prompt."""
-    completion_field: Annotated[str, Only("data.format", ("prompt",))] = "completion"
+    completion_field: Annotated[str, Only("data.format", ("prompt",)), Only("data.task", but=("prefer",))] = (
+        "completion"
+    )
     """Field that holds the completion."""
+    chosen_field: Annotated[str, _PREFER] = "chosen"
+    """Field that holds the better completion of a prompt."""
+    rejected_field: Annotated[str, _PREFER] = "rejected"
+    """Field that holds the other completion of the prompt."""
+    beta: Annotated[Positive, _PREFER] = 0.1
+    """DPO's beta: how fast the loss falls as the adapter moves the log probabilities of the two completions apart. A
+    larger beta keeps the model nearer to the reference."""
     choices: Annotated[tuple[str, ...], _CHOICES] = ()
     """Multiple choice: the completions that a record may have, spaces included. A record with
     another completion cannot be used."""
@@ -260,6 +274,8 @@ class DataSection(PlanSection):
     without this field are not used."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
+    target_length: Annotated[int, Field(ge=2), _TARGETS] = 64
+    """Tokens of a target, the end token included; a longer target is cut. An evaluation generates at most as many."""
     deduplicate: bool = False
     """Use one of several equal records of a site; with unit `owner`, one of several equal records of an owner. With
     `privacy.record = "window"`, use one of several equal windows."""
@@ -283,8 +299,23 @@ class DataSection(PlanSection):
 
     @property
     def label(self) -> str:
-        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        """What a label stands for that is learned: a `token`, a `text` that is classified, or a `pair`."""
         return self.kind.label
+
+    @property
+    def most_labels(self) -> int:
+        """Most labels that a sequence is learned from."""
+        most: int = getattr(self, self.kind.labels) if self.kind.labels else 1
+        return most
+
+    @property
+    def answer_field(self) -> str:
+        """The field of a prompt's answer or a text's class; empty where a record has none, or is a chat."""
+        if self.task == "classify":
+            return self.label_field
+        if self.format != "prompt":
+            return ""
+        return self.chosen_field if self.task == "prefer" else self.completion_field
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -711,8 +742,9 @@ class SimulationSection(PlanSection):
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
-    label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
-    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record.
+    label), `builtin:python-functions` (functions in parts), a .txt/.jsonl/.json/.parquet file, a folder of such files,
+    or a hub name. A single .txt file is split at blank lines into paragraphs (without blank lines: into lines); in a
+    folder each .txt file is one record.
     `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
     sites: Annotated[
         tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
@@ -908,7 +940,7 @@ class Plan(PlanSection):
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
-        return self._most_sequences() if self.data.kind.single else self.most_tokens()
+        return self._most_sequences() * self.data.most_labels
 
     def _most_sequences(self) -> int:
         local = self.local

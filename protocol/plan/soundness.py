@@ -493,7 +493,7 @@ def _of_poison(plan: Contract) -> Iterator[Refusal]:
     poison, data = plan.faults.poison, plan.data
     if poison is None:
         return
-    if poison.kind == "label-flip" and data.format == "text" and data.task != "classify":
+    if poison.kind == "label-flip" and data.format == "text" and not data.answer_field:
         yield Refusal(
             "faults.poison.kind",
             'another kind with data.format = "text", whose records have no answers',

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-TASKS = ("causal", "choices", "classify")
+TASKS = ("causal", "choices", "classify", "sequence-to-sequence", "prefer")
 """The tasks that come with cloister; another one is PACKAGE:NAME of an installed package."""
 Format: TypeAlias = Literal["text", "prompt", "messages"]
 
@@ -25,8 +25,14 @@ class Kind(NamedTuple):
     """What a label stands for that is learned."""
     windows: bool = True
     """Whether a record may go on in further sequences; otherwise it is cut to one."""
-    single: bool = False
-    """Whether a sequence has one label, instead of one for each token at most."""
+    labels: str = "sequence_length"
+    """The field of `[data]` with the most labels that a sequence is learned from; empty: it has one."""
+    used: str = "first {tokens} tokens"
+    """What of a record is used."""
+    model: str = "language model"
+    """What the trained model is called."""
+    writes: Literal["", "continuation", "answer"] = "continuation"
+    """What the model writes after a prompt; empty: it writes no text."""
 
 
 _PROMPT = Kind("prompt with its completion", "prompts with their completions", "prompt with its completion")
@@ -37,7 +43,32 @@ _BY_FORMAT = {
 }
 _BY_TASK = {
     "choices": _PROMPT,
-    "classify": Kind("text", "texts", "text with its label", "text", windows=False, single=True),
+    "classify": Kind(
+        "text",
+        "texts",
+        "text with its label",
+        "text",
+        windows=False,
+        labels="",
+        model="text classifier",
+        writes="",
+    ),
+    "sequence-to-sequence": _PROMPT._replace(
+        windows=False,
+        labels="target_length",
+        used="first {tokens} tokens of the prompt and first {targets} of the completion",
+        model="sequence-to-sequence model",
+        writes="answer",
+    ),
+    "prefer": Kind(
+        "prompt with its two completions",
+        "prompts with their two completions",
+        "prompt with its two completions",
+        "pair",
+        windows=False,
+        labels="",
+        used="first {tokens} tokens of the prompt with each completion",
+    ),
 }
 
 

@@ -129,6 +129,14 @@ def test_passages_of_a_corpus_are_records_of_it(other: str) -> None:
     assert not overlap("builtin:python-docs", "builtin:python-stdlib", "public.source")
 
 
+def test_functions_are_records_of_the_library_and_not_of_the_manual() -> None:
+    functions = "builtin:python-functions"
+    for other in ("builtin:python-stdlib", "builtin:python-passages", functions):
+        assert overlap(functions, other, "public.source")
+        assert overlap(other, functions, "public.source")
+    assert not overlap(functions, "builtin:python-docs", "public.source")
+
+
 def test_a_simulation_is_not_continued_as_a_rehearsal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

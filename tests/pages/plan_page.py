@@ -95,6 +95,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("weights by tokens", {"aggregation.weighting": "tokens"}, {}),
     Feature("classification", {"data.task": "classify"}, {"data.classes": '["a", "b"]'}),
     Feature("prompts", {"data.format": "prompt"}, {}),
+    Feature("sequence to sequence", {"data.task": "sequence-to-sequence"}, {"data.format": "prompt"}),
+    Feature(
+        "preferences", {"data.task": "prefer"}, {"data.format": "prompt", "model.adapter.scheme": "ffa-lora"}
+    ),
     Feature("NF4 base", {"model.adapter.base_precision": "nf4"}, {"model.adapter.scheme": "ffa-lora"}),
     Feature("evaluation at sites", {"server.evaluation": '""'}, {}),
     Feature("Adam at the server", {"server.optimizer": "adam"}, {}),

@@ -32,6 +32,7 @@ from cloister.tests.parties.ranks.rank_rounds import (
     Job,
     change,
     forward_passes,
+    generated,
     held,
     refused_update,
     score,
@@ -80,12 +81,16 @@ CLASSES = (
     "data.class_weights=[0.5, 1, 20]",
     *DIVIDED,
 )
+TARGETS = ("t5", "data.task=sequence-to-sequence", "data.format=prompt", "data.target_length=8", *DIVIDED)
+PREFERENCES = (*FFA, "data.task=prefer", "data.format=prompt", *DIVIDED)
 WITH_DATA = [
     FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
     ("llama", "aggregation.part=0.5", *DIVIDED),
     ("gpt2",),
     CLASSES,
+    TARGETS,
+    PREFERENCES,
 ]
 REPLICAS, WITH_MUON = Mesh(2, 1, 1), (*FFA, MUON)
 
@@ -118,6 +123,8 @@ class Found:
     """Of a round of packed records, with activation checkpointing."""
     bfloat16: list[list[LocalUpdate]]
     """Of rounds in bfloat16, without and with activation checkpointing, on `BFLOAT16`."""
+    generated: list[list[HeldOut]]
+    """Of the targets that the model answers with, on `DATA`."""
 
 
 @cache
@@ -128,7 +135,8 @@ def on(mesh: Mesh, folder: Path) -> Found:
     np.save(folder / "end.npy", end_of(job))
     bfloat16, _ = one_process(folder, *ROUNDED_LLAMA)
     rounded = [bfloat16, replace(bfloat16, checkpointing=True)] if mesh == BFLOAT16 else []
-    rounds, changes, parts, scores, packed, in_bfloat16 = zip(
+    answering = [partial(generated, job=one_process(folder, *TARGETS)[0])] if mesh in DATA else []
+    rounds, changes, parts, scores, packed, in_bfloat16, *answers = zip(
         *run_ranks(
             mesh,
             partial(
@@ -140,6 +148,7 @@ def on(mesh: Mesh, folder: Path) -> Found:
                     partial(score, job=replace(job, packed=True)),
                     partial(train, jobs=[replace(job, packed=True, checkpointing=True)]),
                     partial(train, jobs=rounded),
+                    *answering,
                 ],
             ),
         ),
@@ -153,6 +162,7 @@ def on(mesh: Mesh, folder: Path) -> Found:
         list(scores),
         [update for (update,) in packed],
         [list(updates) for updates in zip(*in_bfloat16, strict=True)],
+        [list(each) for each in answers],
     )
 
 
@@ -201,7 +211,9 @@ def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], fold
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
-@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes"])
+@pytest.mark.parametrize(
+    "plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes", "targets", "preferences"]
+)
 @on_data
 def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
     """Rank 1 of two shards has nothing of an A of rank 1."""
@@ -239,6 +251,17 @@ def test_ranks_evaluate_as_one_process(mesh: Mesh, folder: Path) -> None:
         assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
         assert (found.correct, found.tokens) == (whole.correct, whole.tokens)
         assert found.counts == whole.counts
+
+
+@on_data
+def test_ranks_generate_the_targets_of_one_process(mesh: Mesh, folder: Path) -> None:
+    """Two ranks share seven rows in batches of five, so that one has more rows than the other."""
+    job, _ = one_process(folder, *TARGETS)
+    whole = generated(None, job=job)
+    assert whole.counts["generated targets"] == 7
+    for found in on(mesh, folder).generated[0]:
+        assert found.loss_nats == pytest.approx(whole.loss_nats, rel=1e-6)
+        assert (found.correct, found.tokens, found.counts) == (whole.correct, whole.tokens, whole.counts)
 
 
 @on_all
@@ -376,13 +399,7 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 @pytest.mark.parametrize(
     ("mesh", "kind", "overrides", "field", "says"),
     [
-        (
-            Mesh(4, 2, 2),
-            "llama",
-            (),
-            "mesh",
-            ("replicate 4, shard 2", "at most 8", "16"),
-        ),
+        (Mesh(4, 2, 2), "llama", (), "mesh", ("replicate 4, shard 2", "at most 8", "16")),
         (Mesh(tensor=4), "llama", (), "mesh.tensor", "num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), "mesh.tensor", "num_attention_heads = 4"),
         (
@@ -392,13 +409,7 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
             "mesh.tensor",
             "intermediate_size = 69",
         ),
-        (
-            Mesh(tensor=2),
-            "gpt2",
-            (),
-            "mesh.tensor",
-            ("gpt2 is missing", "mesh.shard"),
-        ),
+        (Mesh(tensor=2), "gpt2", (), "mesh.tensor", ("gpt2 is missing", "mesh.shard")),
         (Mesh(tensor=2), "qwen3_moe", MOE, "mesh.tensor", ("qwen3_moe", "packed_colwise")),
         (
             Mesh(tensor=2),

@@ -700,7 +700,7 @@ def test_commands_that_need_a_language_model_refuse_a_classifier(
     full: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = lone_refusal(capsys, "generate", str(full.run), "--prompt", "a")
-    assert "data.task is 'classify': expected causal or choices" in line
+    assert "data.task is 'classify': expected a task whose model writes text" in line
     line = lone_refusal(capsys, "compress", str(full.run), "--prune", "0.5")
     assert "only a causal LM can be compressed" in line
     assert not (full.run / "compressed").exists()

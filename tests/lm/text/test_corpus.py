@@ -83,3 +83,17 @@ def test_python_passages_are_as_many_of_each_kind() -> None:
     topics = "\n".join(record["text"] for record in corpus_records("builtin:python-docs").records)
     assert all(text in topics for text in of["manual"][::100])
     assert not set(of["docstring"]) & set(of["manual"])
+
+
+@pytest.mark.slow
+def test_python_functions_are_taken_apart() -> None:
+    corpus = corpus_records("builtin:python-functions")
+    assert corpus.field == "package"
+    assert len(corpus.records) > 1000
+    for record in corpus.records:
+        assert all(record[part].strip() for part in ("code", "signature", "summary", "statement", "package"))
+        assert record["code"].startswith(record["signature"])
+        assert record["statement"] in record["code"]
+        assert "\n" not in record["summary"]
+    simple = [record for record in corpus.records if '"""' not in record["code"] and "'" not in record["summary"]]
+    assert not any(record["summary"] in record["code"] for record in simple if len(record["summary"]) > 40)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel, load_model
 from cloister.lm.model.weights import Weights
@@ -26,7 +27,7 @@ from cloister.lm.parallel.shards import Shards
 from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
-from cloister.lm.training.evaluate import Evaluator
+from cloister.lm.training.evaluate import Evaluator, held_out
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
 from cloister.protocol.errors import UpdateError
@@ -51,7 +52,10 @@ def tiny(kind: str, *overrides: str) -> Plan:
         "num_attention_heads": 4,
         "max_position_embeddings": 32,
     }
-    if kind == "gpt2":
+    if kind == "t5":
+        config |= {"d_ff": 70, "d_kv": 8}
+        config.pop("max_position_embeddings")
+    elif kind == "gpt2":
         config |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
     else:
         config |= {"num_key_value_heads": 2, "intermediate_size": 70}
@@ -77,6 +81,26 @@ def some(n: int = 20) -> Sequences:
 def classified(n: int = 20) -> Sequences:
     """The same tokens, each sequence with one of three classes."""
     return Sequences(some(n).tokens, np.arange(n, dtype=np.int32)[:, None] % 3, None, n_bytes=0)
+
+
+def with_targets(n: int = 20) -> Sequences:
+    """The same tokens, each sequence with a target of one to eight tokens."""
+    tokens = some(n).tokens
+    ends = 1 + np.arange(n)[:, None] % 8
+    return Sequences(tokens, np.where(np.arange(8) < ends, tokens[:, 8:], NOT_LEARNED), None, n_bytes=0)
+
+
+def preferred(n: int = 20) -> Sequences:
+    """Pairs of the same sequences, each with the next one."""
+    own = some(n)
+    tokens, labels = (np.hstack([each, np.roll(each, 1, 0)]) for each in (own.tokens, own.labels))
+    return Sequences(tokens, labels, None, n_bytes=0)
+
+
+def of_task(task: str, n: int = 20) -> Sequences:
+    """Sequences of a task."""
+    made = {"classify": classified, "sequence-to-sequence": with_targets, "prefer": preferred}
+    return made.get(task, some)(n)
 
 
 def packed(n: int = 20) -> Sequences:
@@ -130,9 +154,7 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
         for job in jobs:
             model = model_of(ranks, job)
             trainer = Trainer(from_json(job.plan), model, CPU, ranks)
-            sequences = packed() if job.packed else some()
-            if json.loads(job.plan)["data"]["task"] == "classify":
-                sequences = classified()
+            sequences = packed() if job.packed else of_task(json.loads(job.plan)["data"]["task"])
             updates.append(
                 trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, carry=job.carry)
             )
@@ -198,6 +220,15 @@ def score(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
     asked = replace(some(15), answers=np.arange(5, dtype=np.int32) % 3)
     task = Choices(DataSection(task="choices", format="prompt", choices=("a", "b", "c")))
     return found + task.answers(Evaluator(task, model.module, 4, CPU, weights=weights), asked)
+
+
+def generated(ranks: DeviceMesh | None, *, job: Job) -> HeldOut:
+    """The sums of an evaluation of the job's task on seven sequences, and of what the model answers to them."""
+    plan, model = from_json(job.plan), model_of(ranks, job)
+    weights = Weights(model) if ranks is None else Shards(model, ranks)
+    weights.place(start_of(job))
+    asked, nothing = with_targets(7), with_targets(0)
+    return held_out(plan, model, CPU, Prepared(nothing, asked, 7, {}, asked=asked), weights)
 
 
 def train_after_a_forward_pass(ranks: DeviceMesh, *, job: Job) -> LocalUpdate:
