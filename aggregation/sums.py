@@ -98,7 +98,7 @@ class Sums(Basis):
         ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
         sequences, most = plan.server.evaluation_sequences, _LARGEST_COUNT
         if sequences is not None:  # otherwise no party knows how many records a site holds out
-            most = sequences * (plan.data.sequence_length if plan.data.kind.windows else 1)
+            most = sequences * (1 if plan.data.kind.single else plan.data.sequence_length)
         counters = [Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)]
         counters += [Counter(name, _LARGEST_COUNT) for name in task_of(plan.data).counters()]
         return SumLayout(ring, 0, tuple(counters))

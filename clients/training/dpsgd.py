@@ -18,10 +18,11 @@ and a round is `local.steps` of them. The following keeps this true:
 - B is a number of the plan. The size of the batch that was drawn is private, and so are losses and token counts.
 - A unit whose gradient is not finite, or on which the model fails, contributes zero, without an error: an error would
   reveal that the unit is there.
-- Batches, noise and dropout come from a secret stream of the site, never from the plan's public seed. With public
-  dropout masks, one additional unit would change the masks of the units after it, and so S by more than C. Secret masks
-  are the mechanism's own randomness, with the same law for every unit at any place in the batch. They come from torch's
-  generator, whose state each unit has new from the secret stream; the guarantee assumes that they are random.
+- Batches, noise, dropout and what a task draws (`Task.drawn`) come from a secret stream of the site, never from the
+  plan's public seed. With public dropout masks, one additional unit would change the masks of the units after it, and
+  so S by more than C. Secret masks are the mechanism's own randomness, with the same law for every unit at any place in
+  the batch. They come from torch's generator, whose state each unit has new from the secret stream; the guarantee
+  assumes that they are random.
 - What a pass writes to the model's own parameters and buffers is put back after each unit, so that it reaches neither
   another unit nor the update (`lm/model/writes.py`). Where the writes cannot be known, everything is put back.
 - Only `ClippedSum` adds gradients up, and it releases the sum once, with noise.
@@ -480,7 +481,10 @@ class PrivateTrainer(Bench):
             The rows' summed losses (R,) float64, and their learned labels (R,).
         """
         task = self.task
-        tokens, targets = sequences.tokens[rows], task.targets(sequences.labels[rows])
+        tokens, labels = task.drawn(
+            sequences.tokens[rows], sequences.labels[rows], self.model.tokenizer, _from_torch
+        )
+        targets = task.targets(labels)
         if not len(rows):  # a rank without rows takes part with one that is no record's and teaches nothing
             length = sequences.tokens.shape[1]
             tokens, targets = np.zeros((1, length), np.int32), np.full((1, targets.shape[1]), NOT_LEARNED)
@@ -605,6 +609,11 @@ class PrivateTrainer(Bench):
         figures = torch.tensor([nats, tokens], dtype=torch.float64, device=self.device)
         nats, tokens = weights.sum(figures).tolist()
         return int(tokens), nats / max(tokens, 1)
+
+
+def _from_torch(shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Numbers uniform in [0, 1), of torch's generator for CPUs: secret inside `_secret_masks`, as dropout."""
+    return torch.rand(shape, dtype=torch.float64, device="cpu").numpy()
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from cloister.lm.tasks.auto import SEQUENCE_CLASSIFIER
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.task import HeldOut, Pass, Task
-from cloister.lm.text.examples import ANSWER, Encoder, Example, Text, joined_tokens, text_in, value_in
+from cloister.lm.text.examples import ANSWER, Encoder, Example, Text, text_in, value_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import NOT_LEARNED
+from cloister.lm.text.special import Surround
 from cloister.protocol.errors import DataError
 
 if TYPE_CHECKING:  # they take seconds to import
@@ -64,7 +65,14 @@ class Classify(Task):
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Text]], list[Example]]:
         """Texts between the special tokens of the tokenizer, in at most a sequence."""
-        return between_special_tokens(tokenizer, self.data.sequence_length, "classify")
+        encode, around = Encoder(tokenizer, whole=True, close=False), Surround(tokenizer, self.data)
+
+        def cut(example: Example) -> Example:
+            text = example.piece(0, around.room)
+            tokens = around(text.tokens) if len(text) else text.tokens
+            return replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
+
+        return lambda batch: [cut(example) for example in encode(batch)]
 
     @property
     def labels_each(self) -> int:
@@ -111,55 +119,3 @@ def named_outputs(config: PreTrainedConfig, names: Sequence[str], tokenizer: Pre
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
-
-
-def between_special_tokens(
-    tokenizer: PreTrainedTokenizerBase, length: int, task: str
-) -> Callable[[Sequence[Text]], list[Example]]:
-    """Encodes texts between the special tokens that the tokenizer adds by itself, cut to a number of tokens.
-
-    Args:
-        tokenizer: The tokenizer.
-        length: The number, with the special tokens.
-        task: The plan's task.
-
-    Raises:
-        DataError: the special tokens are not around a text, or leave no room for it.
-    """
-    encode = Encoder(tokenizer, whole=True, close=False)
-    start, end = _special_tokens(tokenizer, task)
-    room = length - len(start) - len(end)
-    if room < 1:
-        raise DataError(
-            "data.sequence_length",
-            length,
-            expected=f"room for a token of the text beside the {len(start) + len(end)} special ones of the tokenizer",
-            fix="raise data.sequence_length",
-        )
-
-    def cut(batch: Sequence[Text]) -> list[Example]:
-        examples = []
-        for example in encode(batch):
-            text = example.piece(0, room)
-            if len(text):
-                tokens = joined_tokens(start, text.tokens, end)
-                text = replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
-            examples.append(text)
-        return examples
-
-    return cut
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, task: str) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and after every text by itself."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for first in range(len(whole) - len(plain) + 1):
-        if whole[first : first + len(plain)] == plain:
-            return whole[:first], whole[first + len(plain) :]
-    raise DataError(
-        "data.task",
-        task,
-        expected="a tokenizer that adds its special tokens around a text and leaves the text's own",
-        fix="set model.tokenizer to another one",
-    )

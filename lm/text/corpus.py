@@ -1,8 +1,8 @@
 """Records by name: an embedded corpus or a user's source, for simulated sites and public training.
 
-The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
-do: the language reference by topic, the standard library's source by package, and passages of both, for a classifier,
-by what they are. Any other source is read as a site reads its own data.
+The embedded corpora need no download. Each has natural groups that differ as sites do: the language reference by topic,
+the standard library's source by package, and passages of both, for a classifier, by what they are, are part of every
+Python; clinical notes by ward are made up (`notes.py`). Any other source is read as a site reads its own data.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloister.lm.text import notes
 from cloister.lm.text.records import Record, Records, check_source, read_records
 from cloister.protocol.errors import DataError
 
@@ -45,7 +46,13 @@ class Corpus:
     """Field with the group of a record; empty if the source has no such field."""
 
 
-_BUILTIN = ("builtin:python-docs", "builtin:python-stdlib", "builtin:python-passages")
+_BUILTIN = (
+    "builtin:python-docs",
+    "builtin:python-stdlib",
+    "builtin:python-passages",
+    "builtin:clinical-notes",
+    "builtin:clinical-letters",
+)
 
 
 @contextmanager
@@ -81,8 +88,7 @@ def _check_builtin(source: str, field: str) -> None:
 
 
 def corpus_records(source: str, *, field: str = "data", split: str = "train") -> Corpus:
-    """Read `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`, or any source that `read_records`
-    reads.
+    """Read one of the embedded corpora (`builtin:` names), or any source that `read_records` reads.
 
     A single `.txt` file would be one record, which cannot be divided among sites. Its records are its paragraphs, which
     end at blank lines, or its lines if it is one paragraph.
@@ -104,7 +110,8 @@ def corpus_records(source: str, *, field: str = "data", split: str = "train") ->
                 raise DataError("data", source, expected="a text, but it has only white space")
         return Corpus(records)
     _check_builtin(source, field)
-    return dict(zip(_BUILTIN, (_python_docs, _python_stdlib, _python_passages), strict=True))[source]()
+    made = _python_docs, _python_stdlib, _python_passages, _clinical_notes, _clinical_letters
+    return dict(zip(_BUILTIN, made, strict=True))[source]()
 
 
 def _paragraphs(text: str) -> list[Record]:
@@ -165,3 +172,13 @@ def _python_passages() -> Corpus:
         for text in (texts[index * len(texts) // each] for index in range(each))
     ]
     return Corpus(records, "label")
+
+
+def _clinical_notes() -> Corpus:
+    """Made-up notes of wards with their entities and patients: 8,000 of 3,200 patients."""
+    return Corpus(notes.notes(), "ward")
+
+
+def _clinical_letters() -> Corpus:
+    """Made-up sentences of letters with entities of the same types, as a textbook has them: 1,000 records."""
+    return Corpus(notes.letters())

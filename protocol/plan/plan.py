@@ -86,7 +86,9 @@ _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owne
 _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
 _CLASSIFY = Only("data.task", ("classify",))
+_CLASSES = Only("data.task", ("classify", "token-classify"), required='["no", "yes"]')
 _GENERATE = Only("data.task", ("causal", "choices"))
+_WINDOWS = Only("data.task", ("causal", "choices", "masked"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
 _SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
@@ -177,19 +179,28 @@ class DataSection(Section):
 
     task: Annotated[
         TaskName,
-        Only("data.format", ("text",), when=("classify",)),
+        Only("data.format", ("text",), when=("classify", "token-classify", "masked")),
         Only("data.format", ("prompt",), when=("choices",)),
     ] = "causal"
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed."""
+    the model; texts are cut to `sequence_length` tokens and never packed. `token-classify`: as `classify`, which words
+    of a text are entities of `classes`. `masked`: the model learns tokens that are hidden from the tokens before and
+    after them (pretraining of BERT-like models); texts are never packed."""
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
-    classes: Annotated[tuple[str, ...], replace(_CLASSIFY, required='["no", "yes"]')] = ()
-    """The classes, in the order of the model's outputs, the same at every site. A record with
-    another label cannot be used."""
+    spans_field: Annotated[str, Field(min_length=1), Only("data.task", ("token-classify",))] = "spans"
+    """Field that holds the entities. Of a text: a list of {start, end, label}, in characters from 0, `end` not
+    included. Where `text_field` holds a list of words instead of a text: a tag for each word, `O`, or `B-` or `I-` and
+    one of `classes`."""
+    mask_share: Annotated[float, Field(gt=0, lt=1), Only("data.task", ("masked",))] = 0.15
+    """Probability that a token is learned, each on its own. It is replaced by the mask token with probability 0.8, by a
+    random token with 0.1, and otherwise left as it is."""
+    classes: Annotated[tuple[str, ...], _CLASSES] = ()
+    """The classes of texts, in the order of the model's outputs, or the types of entities, of which each has the
+    outputs `B-` and `I-` after the output `O`; the same at every site. A record with another label cannot be used."""
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
@@ -232,7 +243,7 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """What a label stands for that is learned: a `token`, or a `text` where texts are classified."""
+        """What a label stands for that is learned: a `token`, a `text` or a `word`."""
         return self.kind.label
 
     @property
@@ -509,10 +520,10 @@ class PrivacySection(Section):
     sampling_rate: Annotated[Fraction | None, _private("record", "owner", required="0.01")] = None
     """Probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
-    record: Annotated[Literal["record", "window"], _DPSGD, _GENERATE, _TEXT] = "record"
+    record: Annotated[Literal["record", "window"], _DPSGD, _WINDOWS, _TEXT] = "record"
     """`record`: one record of the data. `window`: one sequence of `data.sequence_length`
     tokens cut from a text, so that a longer text counts as several."""
-    windows: Annotated[Count, _DPSGD, _GENERATE] = 4
+    windows: Annotated[Count, _DPSGD, _WINDOWS] = 4
     """Largest number of sequences of one long record that are used; their gradients are
     averaged."""
     records: Annotated[Count, _private("owner")] = 8
@@ -842,7 +853,7 @@ class Plan(Section):
     def most_labels(self) -> int:
         """Largest number of labels that one site can learn from in one round, the largest weight: one for each token,
         or of a classifier for each text."""
-        return self.most_tokens() if self.data.kind.windows else self._most_sequences()
+        return self._most_sequences() if self.data.kind.single else self.most_tokens()
 
     def _most_sequences(self) -> int:
         local = self.local

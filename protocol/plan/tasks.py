@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-TaskName: TypeAlias = Literal["causal", "choices", "classify"]
+TaskName: TypeAlias = Literal["causal", "choices", "classify", "token-classify", "masked"]
 Format: TypeAlias = Literal["text", "prompt", "messages"]
 
 
@@ -23,7 +23,11 @@ class Kind(NamedTuple):
     label: str = "token"
     """What a label stands for that is learned."""
     windows: bool = True
-    """Whether a record may go on in further sequences; otherwise it is cut to one, which has one label."""
+    """Whether a record may go on in further sequences; otherwise it is cut to one."""
+    single: bool = False
+    """Whether a sequence has one label, instead of one for each token at most."""
+    model: str = "language model"
+    """What the trained model is called."""
 
 
 _PROMPT = Kind("prompt with its completion", "prompts with their completions", "prompt with its completion")
@@ -34,7 +38,13 @@ _BY_FORMAT = {
 }
 _BY_TASK = {
     "choices": _PROMPT,
-    "classify": Kind("text", "texts", "text with its label", "text", windows=False),
+    "classify": Kind(
+        "text", "texts", "text with its label", "text", windows=False, single=True, model="text classifier"
+    ),
+    "token-classify": Kind(
+        "text", "texts", "text with its entities", "word", windows=False, model="token classifier"
+    ),
+    "masked": Kind("text", "texts", "text", model="masked language model"),
 }
 
 
