@@ -90,6 +90,7 @@ def to_card(
         evaluated_on=evaluated_on,
         figures=FIGURES,
         evaluated=EVALUATED,
+        auto=task_of(plan.data).auto,
     )
 
 

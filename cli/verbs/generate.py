@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             "data.task",
             plan.data.task,
             expected="causal or choices: the model of this run writes no text",
-            fix="load it with AutoModelForSequenceClassification (docs/use-the-model.md)",
+            fix=f"cloister predict {arguments.run}",
         )
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():

@@ -27,6 +27,11 @@ class Auto:
     """Whether a model has a head that its checkpoint may lack, and that is trained as a whole beside an adapter."""
 
     @property
+    def with_adapter(self) -> str:
+        """The name of PEFT's class that loads an adapter together with its base."""
+        return self.name.replace("AutoModel", "AutoPeftModel") if self.peft else "AutoPeftModel"
+
+    @property
     def cls(self) -> Any:
         """The class, which transformers leaves untyped."""
         import transformers

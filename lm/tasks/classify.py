@@ -108,6 +108,18 @@ class Classify(Task):
         cells = (targets * classes + logits.argmax(-1))[targets != NOT_LEARNED]
         return cells.bincount(minlength=classes * classes)
 
+    def predicted(self, module: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> list[dict[str, Any]]:
+        """The classes with their probabilities, the most probable first."""
+        import torch
+
+        (example,) = self.encoder(tokenizer)([(text, [(0, len(text))])])
+        if not len(example):
+            raise DataError("text", text, expected="a text that is not empty")
+        with torch.no_grad():
+            shares = module(input_ids=torch.from_numpy(example.tokens)[None].long()).logits[0].softmax(-1)
+        named = zip(self.data.classes, shares.tolist(), strict=True)
+        return [{"class": name, "probability": share} for name, share in sorted(named, key=lambda each: -each[1])]
+
     def figures(self, held_out: HeldOut) -> dict[str, Any]:
         """Loss and accuracy of texts, macro figures and the confusion matrix."""
         confusion = Confusion.counted(held_out.counts, "class", len(self.data.classes))

@@ -53,9 +53,7 @@ class Entities:
     def by_class(self) -> list[ClassFigures]:
         """The figures of each type, in their order."""
         return [
-            ClassFigures(
-                share(right, given), share(right, true), share(2 * right, given + true), true
-            )
+            ClassFigures(share(right, given), share(right, true), share(2 * right, given + true), true)
             for right, given, true in self.counts
         ]
 

@@ -157,7 +157,9 @@ class Masked(Task):
         best = logits.softmax(-1).topk(_SHOWN)
         return [
             {"mask": number, "token": tokenizer.decode([token]), "probability": probability}
-            for number, (shares, found) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True), 1)
+            for number, (shares, found) in enumerate(
+                zip(best.values.tolist(), best.indices.tolist(), strict=True), 1
+            )
             for probability, token in zip(shares, found, strict=True)
         ]
 
@@ -169,4 +171,6 @@ class Masked(Task):
 def _generator_of(row: NDArray[np.int32]) -> np.random.Generator:
     """Random numbers that a row of tokens determines."""
     digest = hashlib.sha256(b"cloister/masks/" + row.astype("<i4").tobytes()).digest()
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(int.from_bytes(digest[:16], "little"))))
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence(int.from_bytes(digest[:16], "little")))
+    )

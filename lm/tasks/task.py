@@ -345,7 +345,9 @@ class Task(ABC):
         """The counters of what `asked` has made."""
         return HeldOut()
 
-    def predicted(self, module: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> list[dict[str, Any]] | None:
+    def predicted(
+        self, module: Any, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> list[dict[str, Any]] | None:
         """What a saved model finds in a text, in rows for a table; None: it writes text instead (`cloister generate`).
 
         Args:

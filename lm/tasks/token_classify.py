@@ -81,10 +81,15 @@ class TokenClassify(Task):
             wanted = "a text, or a list of words that are not empty"
             raise DataError(f"{place}, field {self.data.text_field}", value, expected=wanted)
         ends = np.cumsum([len(word) + 1 for word in value]) - 1
-        return " ".join(value), [(int(end) - len(word), int(end)) for word, end in zip(value, ends, strict=True)]
+        return " ".join(value), [
+            (int(end) - len(word), int(end)) for word, end in zip(value, ends, strict=True)
+        ]
 
     def _tags(self, place: str, record: Record) -> NDArray[np.int32]:
-        field, value = f"{place}, field {self.data.spans_field}", value_in(record, place, self.data.spans_field)
+        field, value = (
+            f"{place}, field {self.data.spans_field}",
+            value_in(record, place, self.data.spans_field),
+        )
         text, words = self._words(place, record)
         if not isinstance(value, list):
             raise DataError(field, value, expected="a list")
@@ -100,7 +105,9 @@ class TokenClassify(Task):
         begins, ends = np.array(words, np.int64).reshape(-1, 2).T
         tags = np.full(len(words), _O, np.int32)
         for entity in entities:
-            found = [entity.get(key) for key in ("start", "end", "label")] if isinstance(entity, Mapping) else []
+            found = (
+                [entity.get(key) for key in ("start", "end", "label")] if isinstance(entity, Mapping) else []
+            )
             start, end, label = found or (None, None, None)
             if not (type(start) is type(end) is int and 0 <= start < end <= len(text)):
                 raise DataError(field, entity, expected="{start, end, label}, with places in the text")
@@ -170,7 +177,9 @@ class TokenClassify(Task):
         found = []
         for first, last, kind in zip(*(each.tolist() for each in spans_of(tags, tags * 0)), strict=True):
             start, end = words[numbers[first]][0], words[numbers[last]][1]
-            found.append({"start": start, "end": end, "label": self.data.classes[kind], "text": text[start:end]})
+            found.append(
+                {"start": start, "end": end, "label": self.data.classes[kind], "text": text[start:end]}
+            )
         return found
 
     def figures(self, held_out: HeldOut) -> dict[str, Any]:

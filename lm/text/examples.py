@@ -256,7 +256,9 @@ def _check_longest(texts: Iterable[str]) -> None:
 def _places_of_bytes(text: str) -> Places:
     coded = text.encode()
     tokens = np.frombuffer(coded, np.uint8).astype(np.int32)
-    begin = np.cumsum((tokens & 0xC0) != 0x80) - 1  # a byte that continues a character has the place of its first one
+    begin = (
+        np.cumsum((tokens & 0xC0) != 0x80) - 1
+    )  # a byte that continues a character has the place of its first one
     end = begin + 1
     kept = np.ones(len(tokens), bool)
     for found in _ANY_SPECIAL.finditer(coded):

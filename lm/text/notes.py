@@ -7,6 +7,7 @@ are this module's own; no person, and no record of one, is behind them. All is d
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -17,7 +18,10 @@ TYPES = ("name", "diagnosis", "drug", "dose", "date")
 _SLOT = re.compile(r"\{(\w+)\}")
 
 _GIVEN = "Ada Bruno Clea Dario Edda Falk Gita Hanno Ilse Jaro Kaja Lino Mira Nils Orla Piet Rhea Sven Tilda Urs".split()
-_FIRST, _LAST = "bar dol fen gra hol kes lor mar nev orm pel rin sol tav ul ver".split(), "ding ert hoff ik man ov sen us".split()
+_FIRST, _LAST = (
+    "bar dol fen gra hol kes lor mar nev orm pel rin sol tav ul ver".split(),
+    "ding ert hoff ik man ov sen us".split(),
+)
 _DIAGNOSES = (
     "pneumonia", "atrial fibrillation", "type 2 diabetes", "hip fracture", "migraine", "hypertension", "asthma",
     "heart failure", "cellulitis", "appendicitis", "anaemia", "gout", "sepsis", "pulmonary embolism", "cystitis",
@@ -32,9 +36,7 @@ _DRUGS = (
 )  # fmt: skip
 _KNOWN = 12
 """Diagnoses and drugs of the lists that letters name too."""
-_MONTHS = (
-    "January February March April May June July August September October November December".split()
-)
+_MONTHS = "January February March April May June July August September October November December".split()
 
 _WARDS = {
     "surgery": (
@@ -85,20 +87,12 @@ def notes(count: int = 8000, seed: int = 0) -> list[dict[str, Any]]:
         seed: Of everything that is drawn.
     """
     draw = random.Random(f"cloister/notes/{seed}")
-    wards = list(_WARDS)
     made: list[dict[str, Any]] = []
-    patient = 0
-    while len(made) < count:
-        patient += 1
-        ward, name = draw.choice(wards), _name(draw)
+    for patient in itertools.count(1):
+        if len(made) == count:
+            break
+        ward, words = draw.choice(list(_WARDS)), _of_patient(draw)
         for _ in range(min(draw.randint(1, 4), count - len(made))):
-            words = {
-                "name": lambda: draw.choice((name, name.split()[1], name.split()[1].upper())),
-                "diagnosis": lambda: draw.choice(_DIAGNOSES),
-                "drug": lambda: draw.choice(_DRUGS),
-                "dose": lambda: _short_dose(draw),
-                "date": lambda: _short_date(draw),
-            }
             record = _filled(draw.sample(_WARDS[ward], draw.randint(1, 2)), words)
             made.append(record | {"patient": f"p{patient:05d}", "ward": ward})
     return made
@@ -111,10 +105,25 @@ def letters(count: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
         "name": lambda: draw.choice(("Mr ", "Mrs ", "")) + _name(draw).split()[1],
         "diagnosis": lambda: draw.choice(_DIAGNOSES[:_KNOWN]),
         "drug": lambda: draw.choice(_DRUGS[:_KNOWN]),
-        "dose": lambda: f"{draw.choice((5, 10, 20, 50, 100, 500))} milligrams {draw.choice(('once', 'twice'))} a day",
+        "dose": lambda: (
+            f"{draw.choice((5, 10, 20, 50, 100, 500))} milligrams {draw.choice(('once', 'twice'))} a day"
+        ),
         "date": lambda: f"{draw.randint(1, 28)} {draw.choice(_MONTHS)} {draw.randint(2019, 2025)}",
     }
     return [_filled(draw.sample(_LETTERS, draw.randint(1, 2)), words) for _ in range(count)]
+
+
+def _of_patient(draw: random.Random) -> dict[str, Callable[[], str]]:
+    """What fills the slots of the notes on one patient."""
+    name = _name(draw)
+    last = name.split()[1]
+    return {
+        "name": lambda: draw.choice((name, last, last.upper())),
+        "diagnosis": lambda: draw.choice(_DIAGNOSES),
+        "drug": lambda: draw.choice(_DRUGS),
+        "dose": lambda: _short_dose(draw),
+        "date": lambda: _short_date(draw),
+    }
 
 
 def _filled(templates: list[str], words: dict[str, Callable[[], str]]) -> dict[str, Any]:
@@ -140,4 +149,5 @@ def _short_dose(draw: random.Random) -> str:
 
 def _short_date(draw: random.Random) -> str:
     day, month, year = draw.randint(1, 28), draw.randint(1, 12), draw.randint(19, 25)
-    return draw.choice((f"{day}.{month}.", f"{day}/{month}/{year}", f"{day:02d}.{month:02d}.{year}", f"20{year}-{month:02d}-{day:02d}"))
+    dotted, iso = f"{day:02d}.{month:02d}.{year}", f"20{year}-{month:02d}-{day:02d}"
+    return draw.choice((f"{day}.{month}.", f"{day}/{month}/{year}", dotted, iso))

@@ -98,9 +98,7 @@ def train_tokenizer(
     return _fast(backend)
 
 
-def load_tokenizer(
-    model: ModelSection, *, ends: bool = True, masks: bool = False
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSection, *, ends: bool = True, masks: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the plan names; it has a padding token, and an end-of-text token if texts end with it.
 
     A tokenizer without a padding token pads with its end-of-text token: padding comes last in a sequence and is
@@ -119,7 +117,9 @@ def load_tokenizer(
     """
     name, own = model.tokenizer_name, model.tokenizer == "auto"
     field = "model.name" if own else "model.tokenizer"
-    tokenizer = byte_tokenizer() if name == "bytes" else _named_tokenizer(model, field, name, own=own, ends=ends)
+    tokenizer = (
+        byte_tokenizer() if name == "bytes" else _named_tokenizer(model, field, name, own=own, ends=ends)
+    )
     if masks and tokenizer.mask_token_id is None:
         if not model.name.startswith("builtin:"):
             raise ModelError(

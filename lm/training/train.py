@@ -300,7 +300,11 @@ class Trainer(Bench):
             learned = task.learned(targets).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
                 # A rank without rows takes part with one of which nothing is learned.
-                own = np.arange(len(rows)).reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
+                own = (
+                    np.arange(len(rows))
+                    .reshape(-1, local.batch_size)[:, part if mine else slice(1)]
+                    .reshape(-1)
+                )
                 rows, tokens, targets = rows[own], tokens[own], targets[own]
                 if not mine:
                     targets[:] = NOT_LEARNED
