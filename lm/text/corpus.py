@@ -180,5 +180,5 @@ def _clinical_notes() -> Corpus:
 
 
 def _clinical_letters() -> Corpus:
-    """Made-up sentences of letters with entities of the same types, as a textbook has them: 1,000 records."""
+    """Made-up sentences of letters with entities of the same types, as a textbook has them: 2,000 records."""
     return Corpus(notes.letters())

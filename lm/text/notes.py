@@ -76,6 +76,9 @@ _LETTERS = (
     "Please continue {drug}, {dose}, and review the patient on {date}.",
     "There was no sign of {diagnosis}, and {name} felt well.",
     "The next appointment is on {date}; the family has been told.",
+    "Medication: {drug} {dose}, {drug} {dose}.",
+    "Diagnoses: {diagnosis}, {diagnosis}.",
+    "{name}, seen {date}: {diagnosis}.",
 )
 
 
@@ -98,17 +101,15 @@ def notes(count: int = 8000, seed: int = 0) -> list[dict[str, Any]]:
     return made
 
 
-def letters(count: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
+def letters(count: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
     """Sentences of letters: `text` and `spans`; arguments as for `notes`."""
     draw = random.Random(f"cloister/letters/{seed}")
     words = {
         "name": lambda: draw.choice(("Mr ", "Mrs ", "")) + _name(draw).split()[1],
         "diagnosis": lambda: draw.choice(_DIAGNOSES[:_KNOWN]),
         "drug": lambda: draw.choice(_DRUGS[:_KNOWN]),
-        "dose": lambda: (
-            f"{draw.choice((5, 10, 20, 50, 100, 500))} milligrams {draw.choice(('once', 'twice'))} a day"
-        ),
-        "date": lambda: f"{draw.randint(1, 28)} {draw.choice(_MONTHS)} {draw.randint(2019, 2025)}",
+        "dose": lambda: _long_dose(draw),
+        "date": lambda: _long_date(draw),
     }
     return [_filled(draw.sample(_LETTERS, draw.randint(1, 2)), words) for _ in range(count)]
 
@@ -140,6 +141,16 @@ def _filled(templates: list[str], words: dict[str, Callable[[], str]]) -> dict[s
 
 def _name(draw: random.Random) -> str:
     return f"{draw.choice(_GIVEN)} {draw.choice(_FIRST).title()}{draw.choice(_FIRST)}{draw.choice(_LAST)}"
+
+
+def _long_dose(draw: random.Random) -> str:
+    amount, times = draw.choice((5, 10, 20, 50, 100, 500)), draw.choice(("once", "twice"))
+    return draw.choice((f"{amount} milligrams {times} a day", f"{amount} mg"))
+
+
+def _long_date(draw: random.Random) -> str:
+    day, month, year = draw.randint(1, 28), draw.randint(1, 12), draw.randint(2019, 2025)
+    return draw.choice((f"{day} {_MONTHS[month - 1]} {year}", f"{day}.{month}.{year}"))
 
 
 def _short_dose(draw: random.Random) -> str:

@@ -661,8 +661,9 @@ class SimulationSection(Section):
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
-    label), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at
-    blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
+    label), `builtin:clinical-notes` and `builtin:clinical-letters` (made-up texts with entities), a
+    .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single .txt file is split at blank lines
+    into paragraphs (without blank lines: into lines); in a folder each .txt file is one record."""
     split: str = "train"
     """Split of a hub data set."""
     partition: Literal["auto", "natural", "iid", "dirichlet", "size"] = "auto"
@@ -671,7 +672,7 @@ class SimulationSection(Section):
     `natural` with a field, else `iid`."""
     field: str = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
-    `label`)."""
+    `label`, `ward`)."""
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
     public: Annotated[BelowOne, Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")] = 0.0

@@ -80,12 +80,16 @@ CLASSES = (
     "data.class_weights=[0.5, 1, 20]",
     *DIVIDED,
 )
+ENTITIES = ("bert", "data.task=token-classify", 'data.classes=["a"]', *DIVIDED)
+MASKED = ("bert", "data.task=masked", "data.mask_share=0.3", *DIVIDED)
 WITH_DATA = [
     FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
     ("llama", "aggregation.part=0.5", *DIVIDED),
     ("gpt2",),
     CLASSES,
+    ENTITIES,
+    MASKED,
 ]
 REPLICAS, WITH_MUON = Mesh(2, 1, 1), (*FFA, MUON)
 

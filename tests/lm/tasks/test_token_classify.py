@@ -367,21 +367,33 @@ def test_a_step_divides_by_its_words(tmp_path: Path) -> None:
     assert trained.loss == pytest.approx(nats / words.sum(), rel=1e-5)
 
 
-def test_the_gradients_of_opacus_are_those_of_single_backward_passes(tmp_path: Path) -> None:
-    name = folder_of(tmp_path, "llama")
-    plan, data = plan_of(*RECORD, name, "model.config={}", "privacy.method=opacus"), some(6, *RECORD)
+@pytest.mark.parametrize(("kind", "adapter"), [("llama", ()), ("bert", FFA)])
+def test_the_gradients_of_opacus_are_those_of_single_backward_passes(
+    tmp_path: Path, kind: str, adapter: tuple[str, ...]
+) -> None:
+    name = folder_of(tmp_path, kind)
+    plan, data = plan_of(*RECORD, name, "model.config={}", "privacy.method=opacus", *adapter), some(6, *RECORD)
     model = load_model(plan)
     trainer, trained = PrivateTrainer(plan, model, CPU), model.trainable()
-    plain = AUTO.from_pretrained(tmp_path).eval()
-    parameters = dict(plain.named_parameters())
+    parameters = [parameter for _, parameter in trained]
+    with torch.no_grad():
+        for parameter in parameters:  # the factors of an adapter begin at zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.module.train()
     with trainer.per_unit_gradients(trained) as gradients:
         parts = [each.gradients for each in gradients(data, np.arange(6))]
     hooked = [torch.cat(each) for each in zip(*parts, strict=True)]
+    model.module.eval()
     for row in range(6):
-        wanted = torch.autograd.grad(loss_of(plain, data, row), [parameters[name] for name, _ in trained])
+        wanted = torch.autograd.grad(loss_of(model.module, data, row), parameters)
         for gradient, other in zip(hooked, wanted, strict=True):
             torch.testing.assert_close(gradient[row], other, rtol=1e-4, atol=1e-6)
+
+
+def test_opacus_is_refused_where_positions_are_trained(tmp_path: Path) -> None:
+    plan = plan_of(*RECORD, folder_of(tmp_path, "bert"), "model.config={}", "privacy.method=opacus")
+    with raises(PlanError, "privacy.method"):
+        PrivateTrainer(plan, load_model(plan), CPU)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ def tiny(kind: str, *overrides: str) -> Plan:
     }
     if kind == "gpt2":
         config |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    elif kind == "bert":
+        config |= {"intermediate_size": 70}
     else:
         config |= {"num_key_value_heads": 2, "intermediate_size": 70}
     config |= {"head_dim": 8} if kind == "qwen3" else {}
@@ -77,6 +79,12 @@ def some(n: int = 20) -> Sequences:
 def classified(n: int = 20) -> Sequences:
     """The same tokens, each sequence with one of three classes."""
     return Sequences(some(n).tokens, np.arange(n, dtype=np.int32)[:, None] % 3, None, n_bytes=0)
+
+
+def tagged(n: int = 20) -> Sequences:
+    """The same tokens, some of them words with one of three tags."""
+    data = some(n)
+    return replace(data, labels=np.where(data.labels == NOT_LEARNED, data.labels, data.labels % 3), n_bytes=0)
 
 
 def packed(n: int = 20) -> Sequences:
@@ -130,9 +138,8 @@ def train(ranks: DeviceMesh | None, *, jobs: Sequence[Job]) -> list[LocalUpdate]
         for job in jobs:
             model = model_of(ranks, job)
             trainer = Trainer(from_json(job.plan), model, CPU, ranks)
-            sequences = packed() if job.packed else some()
-            if json.loads(job.plan)["data"]["task"] == "classify":
-                sequences = classified()
+            of_task = {"classify": classified, "token-classify": tagged}
+            sequences = packed() if job.packed else of_task.get(json.loads(job.plan)["data"]["task"], some)()
             updates.append(
                 trainer.train(start_of(job), sequences, round=job.round, site_seed=SITE, carry=job.carry)
             )

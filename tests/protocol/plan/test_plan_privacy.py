@@ -292,6 +292,8 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
         ("correlated-sites.toml", "site"),
         ("not-private.toml", "none"),
         ("classify.toml", "none"),
+        ("clinical-notes.toml", "owner"),
+        ("masked.toml", "none"),
         *((f"flowertune-{task}.toml", "none") for task in ("general", "finance", "medical", "code")),
     ],
 )
