@@ -17,6 +17,7 @@ ATTRIBUTES = 15
 EXCEPTIONS: dict[str, str] = {
     "clients/setup/config.py:SiteConfig": "a settings file: its attributes are its fields",
     "privacy/report/report.py:RunReport": "the report's JSON: its attributes are its fields",
+    "protocol/plan/plan.py:DataSection": "a section of the plan: its attributes are its fields",
     "protocol/plan/plan.py:LocalSection": "a section of the plan: its attributes are its fields",
     "server/run.py:run": "the entry point: each parameter is a setting of its own, the body the order of a run",
     "server/sum/party.py:Party": "what all sums of a run share",

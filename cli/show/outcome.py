@@ -56,8 +56,8 @@ def to_json(
         or of a classifier `texts` and `texts_per_second`, of a token classifier `words` and `words_per_second`;
         `classification`, the held-out texts by class, or prompts by choice, and what they were taken for
         (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of texts, words or tokens; `entities`, those of
-        held-out texts by type (`lm/tasks/entities.py`); `command_seconds`; `peak_rss_bytes`, the largest resident sets in this command.
-        None where there is no figure.
+        held-out texts by type (`lm/tasks/entities.py`); `command_seconds`; `peak_rss_bytes`, the largest resident
+        sets in this command. None where there is no figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
     over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)

@@ -118,7 +118,9 @@ class Classify(Task):
         with torch.no_grad():
             shares = module(input_ids=torch.from_numpy(example.tokens)[None].long()).logits[0].softmax(-1)
         named = zip(self.data.classes, shares.tolist(), strict=True)
-        return [{"class": name, "probability": share} for name, share in sorted(named, key=lambda each: -each[1])]
+        return [
+            {"class": name, "probability": share} for name, share in sorted(named, key=lambda each: -each[1])
+        ]
 
     def figures(self, held_out: HeldOut) -> dict[str, Any]:
         """Loss and accuracy of texts, macro figures and the confusion matrix."""

@@ -17,11 +17,14 @@ TYPES = ("name", "diagnosis", "drug", "dose", "date")
 """The types of the entities."""
 _SLOT = re.compile(r"\{(\w+)\}")
 
-_GIVEN = "Ada Bruno Clea Dario Edda Falk Gita Hanno Ilse Jaro Kaja Lino Mira Nils Orla Piet Rhea Sven Tilda Urs".split()
-_FIRST, _LAST = (
-    "bar dol fen gra hol kes lor mar nev orm pel rin sol tav ul ver".split(),
-    "ding ert hoff ik man ov sen us".split(),
-)
+_GIVEN = (
+    "Ada", "Bruno", "Clea", "Dario", "Edda", "Falk", "Gita", "Hanno", "Ilse", "Jaro",
+    "Kaja", "Lino", "Mira", "Nils", "Orla", "Piet", "Rhea", "Sven", "Tilda", "Urs",
+)  # fmt: skip
+_FIRST = (
+    "bar", "dol", "fen", "gra", "hol", "kes", "lor", "mar", "nev", "orm", "pel", "rin", "sol", "tav", "ul", "ver",
+)  # fmt: skip
+_LAST = ("ding", "ert", "hoff", "ik", "man", "ov", "sen", "us")
 _DIAGNOSES = (
     "pneumonia", "atrial fibrillation", "type 2 diabetes", "hip fracture", "migraine", "hypertension", "asthma",
     "heart failure", "cellulitis", "appendicitis", "anaemia", "gout", "sepsis", "pulmonary embolism", "cystitis",
@@ -36,7 +39,10 @@ _DRUGS = (
 )  # fmt: skip
 _KNOWN = 12
 """Diagnoses and drugs of the lists that letters name too."""
-_MONTHS = "January February March April May June July August September October November December".split()
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+)  # fmt: skip
 
 _WARDS = {
     "surgery": (

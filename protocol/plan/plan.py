@@ -199,8 +199,8 @@ class DataSection(Section):
     """Probability that a token is learned, each on its own. It is replaced by the mask token with probability 0.8, by a
     random token with 0.1, and otherwise left as it is."""
     classes: Annotated[tuple[str, ...], _CLASSES] = ()
-    """The classes of texts, in the order of the model's outputs, or the types of entities, of which each has the
-    outputs `B-` and `I-` after the output `O`; the same at every site. A record with another label cannot be used."""
+    """The classes of texts, in the order of the model's outputs, or the types of entities; the same at every site. A
+    type has the outputs `B-` and `I-`, which follow the output `O`. A record with another label cannot be used."""
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no

@@ -94,10 +94,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("kept moments", {"local.optimizer_state": "keep"}, {}),
     Feature("weights by tokens", {"aggregation.weighting": "tokens"}, {}),
     Feature("classification", {"data.task": "classify"}, {"data.classes": '["a", "b"]'}),
-    Feature(
-        "token classification", {"data.task": "token-classify"}, {"data.classes": '["a", "b"]'}
-    ),
-    Feature("masked language model", {"data.task": "masked"}, {}),
     Feature("prompts", {"data.format": "prompt"}, {}),
     Feature("NF4 base", {"model.adapter.base_precision": "nf4"}, {"model.adapter.scheme": "ffa-lora"}),
     Feature("evaluation at sites", {"server.evaluation": '""'}, {}),

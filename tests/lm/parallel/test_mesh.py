@@ -205,7 +205,9 @@ def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], fold
     same_round(on(mesh, folder).rounds[plan], one_process(folder, *plan)[1])
 
 
-@pytest.mark.parametrize("plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes"])
+@pytest.mark.parametrize(
+    "plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes", "entities", "masked"]
+)
 @on_data
 def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:
     """Rank 1 of two shards has nothing of an A of rank 1."""
@@ -380,13 +382,7 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
 @pytest.mark.parametrize(
     ("mesh", "kind", "overrides", "field", "says"),
     [
-        (
-            Mesh(4, 2, 2),
-            "llama",
-            (),
-            "mesh",
-            ("replicate 4, shard 2", "at most 8", "16"),
-        ),
+        (Mesh(4, 2, 2), "llama", (), "mesh", ("replicate 4, shard 2", "at most 8", "16")),
         (Mesh(tensor=4), "llama", (), "mesh.tensor", "num_key_value_heads = 2"),
         (Mesh(tensor=3), "llama", (), "mesh.tensor", "num_attention_heads = 4"),
         (
@@ -396,13 +392,7 @@ MOE = ("model.config.moe_intermediate_size=16", "model.config.num_experts=2")
             "mesh.tensor",
             "intermediate_size = 69",
         ),
-        (
-            Mesh(tensor=2),
-            "gpt2",
-            (),
-            "mesh.tensor",
-            ("gpt2 is missing", "mesh.shard"),
-        ),
+        (Mesh(tensor=2), "gpt2", (), "mesh.tensor", ("gpt2 is missing", "mesh.shard")),
         (Mesh(tensor=2), "qwen3_moe", MOE, "mesh.tensor", ("qwen3_moe", "packed_colwise")),
         (
             Mesh(tensor=2),

@@ -1,4 +1,4 @@
-"""Token classification: words with tags, a head that is trained, and entities that are counted as seqeval counts them."""
+"""Token classification: words with tags, a trained head, and entities that are counted as seqeval counts them."""
 
 from __future__ import annotations
 
@@ -195,7 +195,18 @@ def test_the_first_token_of_a_word_has_its_tag() -> None:
     record = {"text": text, "spans": [span(4, 9), span(17, 20, "dose"), span(22, 31)]}
     *made, left_out = made_of(record)
     assert left_out == {}
-    words = [("\ufffd", 0), (":", 0), ("a", 1), ("p", 0), ("5", 3), (",", 0), ("(", 1), ("a", 2), (")", 2), (".", 0)]
+    words = [
+        ("\ufffd", 0),
+        (":", 0),
+        ("a", 1),
+        ("p", 0),
+        ("5", 3),
+        (",", 0),
+        ("(", 1),
+        ("a", 2),
+        (")", 2),
+        (".", 0),
+    ]
     assert labelled(made[0], byte_tokenizer()) == words
     trained = train_tokenizer(["aspirin plus 50 mg"] * 3, "bpe", 270)
     (example, _) = made_of(record, tokenizer=trained)
@@ -291,7 +302,12 @@ def test_the_notes_have_their_entities_where_they_say() -> None:
 
 def folder_of(path: Path, kind: str) -> str:
     """A saved model of random weights with the byte tokenizer, without dropout."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     if kind == "gpt2":
         sizes |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     if kind == "bert":
@@ -300,7 +316,13 @@ def folder_of(path: Path, kind: str) -> str:
     torch.manual_seed(0)
     made = AUTO.from_config(
         AutoConfig.for_model(
-            kind, **sizes, **named, classifier_dropout=0.0, vocab_size=264, bos_token_id=None, eos_token_id=None
+            kind,
+            **sizes,
+            **named,
+            classifier_dropout=0.0,
+            vocab_size=264,
+            bos_token_id=None,
+            eos_token_id=None,
         )
     )
     with torch.no_grad():
@@ -372,7 +394,10 @@ def test_the_gradients_of_opacus_are_those_of_single_backward_passes(
     tmp_path: Path, kind: str, adapter: tuple[str, ...]
 ) -> None:
     name = folder_of(tmp_path, kind)
-    plan, data = plan_of(*RECORD, name, "model.config={}", "privacy.method=opacus", *adapter), some(6, *RECORD)
+    plan, data = (
+        plan_of(*RECORD, name, "model.config={}", "privacy.method=opacus", *adapter),
+        some(6, *RECORD),
+    )
     model = load_model(plan)
     trainer, trained = PrivateTrainer(plan, model, CPU), model.trainable()
     parameters = [parameter for _, parameter in trained]
@@ -454,7 +479,9 @@ def tags_by(module: Any, tokenizer: Any, record: dict[str, Any]) -> tuple[list[s
         given = module(input_ids=called["input_ids"]).logits[0].argmax(-1).tolist()
     true, other = [], []
     for word in re.finditer(r"\w+|[^\w\s]", text):
-        at = next((at for at, (begin, end) in enumerate(offsets) if begin < word.end() and end > word.start()), None)
+        at = next(
+            (at for at, (begin, end) in enumerate(offsets) if begin < word.end() and end > word.start()), None
+        )
         if at is None:
             continue
         own = [each for each in record["spans"] if each["start"] < word.end() and each["end"] > word.start()]
@@ -509,18 +536,28 @@ def test_a_private_adapter_and_its_head_load_with_peft(
     assert facts["entities"] == made.answer["entities"]
     found(capsys, "export", str(made.run), str(tmp_path / "merged"), "--merge")
     auto: Any = AutoPeftModelForTokenClassification
-    adapter, merged = auto.from_pretrained(tmp_path / "adapter").eval(), AUTO.from_pretrained(tmp_path / "merged")
+    adapter, merged = (
+        auto.from_pretrained(tmp_path / "adapter").eval(),
+        AUTO.from_pretrained(tmp_path / "merged"),
+    )
     tokens = torch.randint(0, 255, (2, 20))
     with torch.no_grad():
         own, other = adapter(input_ids=tokens).logits, merged.eval()(input_ids=tokens).logits
     torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
     card = (tmp_path / "merged" / "README.md").read_text()
-    for words in ("pipeline_tag: token-classification", "token classifier", "| `dose` |", "AutoModelForTokenCl"):
+    for words in (
+        "pipeline_tag: token-classification",
+        "token classifier",
+        "| `dose` |",
+        "AutoModelForTokenCl",
+    ):
         assert words in card
 
 
 @pytest.mark.slow
-def test_the_shipped_plan_learns_from_made_up_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_plan_learns_from_made_up_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A smaller model and fewer steps of it."""
     settings = (
         "model.config.hidden_size=16",
@@ -532,6 +569,8 @@ def test_the_shipped_plan_learns_from_made_up_notes(tmp_path: Path, capsys: pyte
         "server.evaluation_sequences=30",
     )
     out = str(tmp_path / "run")
-    answer = found(capsys, "simulate", "clinical-notes", *set_options(settings), "--out", out, "--workers", "1")
+    answer = found(
+        capsys, "simulate", "clinical-notes", *set_options(settings), "--out", out, "--workers", "1"
+    )
     assert [each["type"] for each in answer["entities"]["by_type"]] == list(TYPES)
     assert answer["epsilon"] < 4
