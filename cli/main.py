@@ -29,7 +29,7 @@ from cloister.protocol.errors import CloisterError
 
 VERBS = [
     "simulate", "resume", "tune",  # a federation on this machine
-    "report", "generate", "export", "compress",  # what a finished run has made
+    "report", "generate", "predict", "export", "compress",  # what a finished run has made
     "tokenizer", "plan", "budget",  # before a run
     "site", "coordinator", "provision", "doctor",  # the parties of a deployment
     "up", "flower", "submit", "status", "track", "stop", "logs",  # runs of a deployment

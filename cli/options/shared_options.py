@@ -99,7 +99,8 @@ class Parser(argparse.ArgumentParser):
         self.value(
             "plan PLAN",
             "a TOML file, or the name of a shipped plan: private-code, not-private, private-sites, correlated-sites, "
-            f"classify, summarize, prefer, chinese, flowertune-general, -finance, -medical, -code (default: {default})",
+            "classify, clinical-notes, masked, summarize, prefer, "
+            f"chinese, flowertune-general, -finance, -medical, -code (default: {default})",
             nargs="?",
         )
         self.value("--sites N", "sites in the federation (cohort.sites)", type=int)

@@ -7,7 +7,7 @@ says what is not shown: the run is finished all the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from cloister.aggregation.features.registry import FIGURES
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.lm.output.generate import generate
-from cloister.lm.tasks.confusion import Confusion
+from cloister.lm.tasks.confusion import ClassFigures, Confusion
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.figures import at_most
@@ -53,11 +53,11 @@ def to_json(
     Returns:
         Among others: `phase_seconds`, seconds by phase, and `round_seconds`, seconds in rounds, both over all processes
         that worked on the run (`server/record/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`,
-        or of a classifier `texts` and `texts_per_second`, of preferences `pairs` and `pairs_per_second`;
-        `classification`, the held-out texts by class, or prompts by choice, and what they were taken for
-        (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of texts or tokens; `command_seconds`;
-        `peak_rss_bytes`, the largest resident sets in this command.
-        None where there is no figure.
+        or of a classifier `texts` and `texts_per_second`, of a token classifier `words` and `words_per_second`, of
+        preferences `pairs` and `pairs_per_second`; `classification`, the held-out texts by class, or prompts by choice,
+        and what they were taken for (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of texts, words or
+        tokens; `entities`, those of held-out texts by type (`lm/tasks/entities.py`); `command_seconds`;
+        `peak_rss_bytes`, the largest resident sets in this command. None where there is no figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
     over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)
@@ -71,6 +71,9 @@ def to_json(
             "classification": None
             if outcome.confusion is None
             else outcome.confusion.to_json(folder.plan.data.outcomes),
+            "entities": None
+            if outcome.entities is None
+            else outcome.entities.to_json(folder.plan.data.classes),
             "epsilon": epsilon,
             "delta": None if epsilon is None else folder.plan.privacy.delta,
             "dataset": None if over is None else asdict(over),
@@ -139,6 +142,8 @@ def print_outcome(
     console.print(_summary(folder, outcome))
     if outcome.confusion is not None:
         console.print(*_classes(outcome.confusion, plan.data))
+    if outcome.entities is not None:
+        console.print(_by_class(outcome.entities.by_class(), plan.data.classes, "entities", "type"))
     for site, why in absent.items():
         console.say(f"{site} took no part in the run: {why}", "yellow")
     reason = ""
@@ -252,18 +257,22 @@ def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:
     """The held-out texts by class, or prompts by choice: the figures of each, and where there are few what they were
     taken for."""
     classes, (counted, by) = data.outcomes, data.counted
-    table = columns(by, "precision", "recall", "F1", f"{counted}s", title=f"Held-out {counted}s by {by}")
-    for name, each in zip(classes, confusion.by_class(), strict=True):
-        table.add_row(
-            Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
-        )
-    yield table
+    yield _by_class(confusion.by_class(), classes, f"{counted}s", by)
     if len(classes) > _SHOWN_CLASSES:
         return
     matrix = columns(by, *classes, title="What they were taken for")
     for name, row in zip(classes, confusion.counts, strict=True):
         matrix.add_row(Text(name), *(f"{count:,}" for count in row))
     yield matrix
+
+
+def _by_class(figures: Sequence[ClassFigures], names: Sequence[str], counted: str, by: str) -> Table:
+    table = columns(by, "precision", "recall", "F1", counted, title=f"Held-out {counted} by {by}")
+    for name, each in zip(names, figures, strict=True):
+        table.add_row(
+            Text(name), f"{each.precision:.3f}", f"{each.recall:.3f}", f"{each.f1:.3f}", f"{each.support:,}"
+        )
+    return table
 
 
 def _add_costs(table: Table, outcome: Outcome, label: str) -> None:

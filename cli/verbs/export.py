@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         fix = f"move {files.final} away, and make it again: {files.resume_command()}"
         raise RunFolderError(str(files.final), expected=error.expected, fix=fix) from error
 
-    confusion = figures.confusion
+    confusion, entities = figures.confusion, figures.entities
     facts = claim_facts(report) | {
         "run": str(source),
         "folder": str(target),
@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         "final_loss": figures.final_loss,
         **figures.values(FIGURES),
         "classification": None if confusion is None else confusion.to_json(plan.data.outcomes),
+        "entities": None if entities is None else entities.to_json(plan.data.classes),
         "params_sha256": figures.params_sha256,
     }
     made = f"model   {target} ({forms[0]})\ncard    {target / 'README.md'}"

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             "data.task",
             plan.data.task,
             expected="a task whose model writes text",
-            fix="export the model (cloister export), and load it as its card shows",
+            fix=f"see what it gives for a text: cloister predict {arguments.run}",
         )
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():

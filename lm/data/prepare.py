@@ -159,8 +159,9 @@ def prepare(
     train: list[Example]
     train, held_out = ([], whole) if evaluated else _split(whole, task, seed, refuse=refuse)
     asked = task.asked(held_out, tokenizer, unusable) if refuse else None
-    parts = [task.lay_out(part, pad, packing=task.packs) for part in (train, held_out)]
-    return Prepared(parts[0], parts[1], len(whole), unusable.left_out, unusable.places, asked)
+    laid_out, scored = (task.lay_out(part, pad, packing=task.packs) for part in (train, held_out))
+    scored = task.scored(scored, tokenizer)
+    return Prepared(laid_out, scored, len(whole), unusable.left_out, unusable.places, asked)
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,8 @@ def _split(
             list(itertools.compress(examples, is_held_out)),
         )
     only = examples[0]
-    if not task.divides or len(only) < 4:
+    places, fewest = len(only) // task.grain, 2 if task.grain == 1 else 1
+    if not task.divides or places < 2 * fewest:
         if not refuse:
             return examples, []
         raise DataError(
@@ -390,5 +392,5 @@ def _split(
             expected="at least two records, so that one can be held out",
             fix="add records, or set data.held_out = 0 and name public records in server.evaluation",
         )
-    cut = min(max(2, round(len(only) * (1 - data.held_out))), len(only) - 2)
+    cut = task.grain * min(max(fewest, round(places * (1 - data.held_out))), places - fewest)
     return [only.piece(0, cut)], [only.piece(cut, len(only))]

@@ -650,9 +650,9 @@ def load_saved(folder: Path) -> tuple[Any, Any]:
 
         config = PeftConfig.from_pretrained(str(folder))
         base = str(folder / "base") if (folder / "base").is_dir() else str(config.base_model_name_or_path)
-        plain = from_pretrained(
-            locate(base, config.revision or "main"), auto_of_adapter(cast("str | None", config.task_type))
-        )
+        named = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
+        auto = auto_of_adapter(cast("str | None", config.task_type), named)
+        plain = from_pretrained(locate(base, config.revision or "main"), auto)
         with warnings.catch_warnings():
             # PEFT reads a deprecated property of transformers.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

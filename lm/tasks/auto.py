@@ -93,7 +93,25 @@ SEQUENCE_TO_SEQUENCE = Auto(
     "text2text-generation",
 )
 
-AUTO = (CAUSAL, SEQUENCE_CLASSIFIER, SEQUENCE_TO_SEQUENCE)
+TOKEN_CLASSIFIER = Auto(
+    "AutoModelForTokenClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "token classifier",
+    ("ForTokenClassification",),
+    "TOKEN_CLS",
+    "token-classification",
+    head=True,
+)
+MASKED = Auto(
+    "AutoModelForMaskedLM",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "masked LM",
+    ("ForMaskedLM",),
+    None,
+    "fill-mask",
+)
+
+AUTO = (CAUSAL, SEQUENCE_CLASSIFIER, SEQUENCE_TO_SEQUENCE, TOKEN_CLASSIFIER, MASKED)
 
 
 def auto_of(architectures: Sequence[str] | None) -> Auto:
@@ -102,6 +120,8 @@ def auto_of(architectures: Sequence[str] | None) -> Auto:
     return next((auto for auto in AUTO if any(name.endswith(auto.ends) for name in names)), CAUSAL)
 
 
-def auto_of_adapter(task_type: str | None) -> Auto:
-    """The class of an adapter's base model, by PEFT's task type."""
+def auto_of_adapter(task_type: str | None, base: str | None) -> Auto:
+    """The class of an adapter's base model, by PEFT's task type, or without one by the name of its class."""
+    if task_type is None:
+        return auto_of([base or ""])
     return next((auto for auto in AUTO if auto.peft == task_type), CAUSAL)

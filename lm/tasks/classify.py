@@ -7,7 +7,6 @@ saved model call it on the same tokens. It has one label, its class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from cloister.lm.tasks.auto import SEQUENCE_CLASSIFIER
 from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.task import HeldOut, Pass, Task
-from cloister.lm.text.examples import ANSWER, Encoder, Example, Text, joined_tokens, text_in, value_in
+from cloister.lm.text.examples import Example, Text, in_one_sequence, text_in, value_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import NOT_LEARNED
 from cloister.protocol.errors import DataError
@@ -69,7 +68,7 @@ class Classify(Task):
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Text]], list[Example]]:
         """Texts between the special tokens of the tokenizer, in at most a sequence."""
-        return between_special_tokens(tokenizer, self.data.sequence_length, "classify")
+        return in_one_sequence(tokenizer, self.data)
 
     @property
     def labels_each(self) -> int:
@@ -105,6 +104,20 @@ class Classify(Task):
         cells = (targets * classes + logits.argmax(-1))[targets != NOT_LEARNED]
         return cells.bincount(minlength=classes * classes)
 
+    def predicted(self, module: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> list[dict[str, Any]]:
+        """The classes with their probabilities, the most probable first."""
+        import torch
+
+        (example,) = self.encoder(tokenizer)([(text, [(0, len(text))])])
+        if not len(example):
+            raise DataError("text", text, expected="a text that is not empty")
+        with torch.no_grad():
+            shares = module(input_ids=torch.from_numpy(example.tokens)[None].long()).logits[0].softmax(-1)
+        named = zip(self.data.classes, shares.tolist(), strict=True)
+        return [
+            {"class": name, "probability": share} for name, share in sorted(named, key=lambda each: -each[1])
+        ]
+
     def figures(self, held_out: HeldOut) -> dict[str, Any]:
         """Loss and accuracy of texts, macro figures and the confusion matrix."""
         confusion = Confusion.counted(held_out.counts, "class", len(self.data.classes))
@@ -116,55 +129,3 @@ def named_outputs(config: PreTrainedConfig, names: Sequence[str], tokenizer: Pre
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
-
-
-def between_special_tokens(
-    tokenizer: PreTrainedTokenizerBase, length: int, task: str
-) -> Callable[[Sequence[Text]], list[Example]]:
-    """Encodes texts between the special tokens that the tokenizer adds by itself, cut to a number of tokens.
-
-    Args:
-        tokenizer: The tokenizer.
-        length: The number, with the special tokens.
-        task: The plan's task.
-
-    Raises:
-        DataError: the special tokens are not around a text, or leave no room for it.
-    """
-    encode = Encoder(tokenizer, whole=True, close=False)
-    start, end = _special_tokens(tokenizer, task)
-    room = length - len(start) - len(end)
-    if room < 1:
-        raise DataError(
-            "data.sequence_length",
-            length,
-            expected=f"room for a token of the text beside the {len(start) + len(end)} special ones of the tokenizer",
-            fix="raise data.sequence_length",
-        )
-
-    def cut(batch: Sequence[Text]) -> list[Example]:
-        examples = []
-        for example in encode(batch):
-            text = example.piece(0, room)
-            if len(text):
-                tokens = joined_tokens(start, text.tokens, end)
-                text = replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
-            examples.append(text)
-        return examples
-
-    return cut
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, task: str) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and after every text by itself."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for first in range(len(whole) - len(plain) + 1):
-        if whole[first : first + len(plain)] == plain:
-            return whole[:first], whole[first + len(plain) :]
-    raise DataError(
-        "data.task",
-        task,
-        expected="a tokenizer that adds its special tokens around a text and leaves the text's own",
-        fix="set model.tokenizer to another one",
-    )

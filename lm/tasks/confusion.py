@@ -84,7 +84,7 @@ class Confusion:
         for index, row in enumerate(self.counts):
             right, given, true = row[index], sum(each[index] for each in self.counts), sum(row)
             found.append(
-                ClassFigures(_share(right, given), _share(right, true), _share(2 * right, given + true), true)
+                ClassFigures(share(right, given), share(right, true), share(2 * right, given + true), true)
             )
         return found
 
@@ -125,5 +125,6 @@ class Confusion:
         }
 
 
-def _share(part: int, whole: int) -> float:
+def share(part: int, whole: int) -> float:
+    """A fraction of a whole; 0 of nothing."""
     return part / whole if whole else 0.0

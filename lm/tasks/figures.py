@@ -19,5 +19,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("macro_precision", "macro precision", ".3f", better="higher"),
     Figure("macro_recall", "macro recall", ".3f", better="higher"),
     Figure("macro_f1", "macro F1", ".3f", better="higher"),
+    Figure("entity_precision", "precision of entities", ".3f", better="higher"),
+    Figure("entity_recall", "recall of entities", ".3f", better="higher"),
+    Figure("entity_f1", "F1 of entities", ".3f", better="higher"),
 )
 """The order in which they are shown."""

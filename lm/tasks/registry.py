@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.choices import Choices
 from cloister.lm.tasks.classify import Classify
+from cloister.lm.tasks.masked import Masked
 from cloister.lm.tasks.prefer import Prefer
 from cloister.lm.tasks.sequence_to_sequence import SequenceToSequence
 from cloister.lm.tasks.task import Task
+from cloister.lm.tasks.token_classify import TokenClassify
 from cloister.lm.text.tokenizer import load_tokenizer
 from cloister.protocol.errors import PackageError
 from cloister.protocol.machine.packages import load
@@ -27,6 +29,8 @@ TASKS: dict[str, type[Task]] = {
     "classify": Classify,
     "sequence-to-sequence": SequenceToSequence,
     "prefer": Prefer,
+    "token-classify": TokenClassify,
+    "masked": Masked,
 }
 
 
@@ -72,4 +76,5 @@ def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: as `load_tokenizer`.
     """
-    return load_tokenizer(plan.model, ends=_class_of(plan.data).ends)
+    task = _class_of(plan.data)
+    return load_tokenizer(plan.model, ends=task.ends, masks=task.masks)

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.lm.tasks.auto import SEQUENCE_TO_SEQUENCE
-from cloister.lm.tasks.classify import between_special_tokens
 from cloister.lm.tasks.task import HeldOut, Pass, Scoring, Task
-from cloister.lm.text.examples import Encoder, Example, Text, text_in
+from cloister.lm.text.examples import Encoder, Example, Text, in_one_sequence, text_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, one_each
 
@@ -63,7 +62,7 @@ class SequenceToSequence(Task):
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Text]], list[Example]]:
         """Sources between the special tokens of the tokenizer, and targets with the end token."""
-        of_source = between_special_tokens(tokenizer, self.data.sequence_length, self.data.task)
+        of_source = in_one_sequence(tokenizer, self.data)
         of_target = Encoder(tokenizer, whole=True, close=True)
 
         def encode(batch: Sequence[Text]) -> list[Example]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # they take seconds to import
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Draw = Callable[[tuple[int, ...]], NDArray[np.float64]]
-"""Numbers of a shape, uniform in [0, 1), from a stream of the site."""
+"""Numbers of a shape, uniform in [0, 1)."""
 
 _REFUSED = "refused by the task"
 
@@ -143,6 +143,8 @@ class Task(ABC):
     """Whether texts end with the end-of-text token."""
     by_opacus: ClassVar[bool] = True
     """Whether Opacus's hooks see each row of a batch once, as a row of the model's only pass."""
+    masks: ClassVar[bool] = False
+    """Whether tokens are hidden by a mask token."""
 
     def __init__(self, data: DataSection) -> None:
         self.data = data
@@ -249,6 +251,11 @@ class Task(ABC):
         return False
 
     @property
+    def grain(self) -> int:
+        """Tokens at whose multiples an example that divides may be divided."""
+        return 1
+
+    @property
     def packs(self) -> bool:
         """Whether a sequence may have several records."""
         return False
@@ -294,6 +301,11 @@ class Task(ABC):
         """
         return None
 
+    def scored(self, held_out: Sequences, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+        """Held-out sequences as an evaluation scores them: what is random in training is fixed here, for each row by
+        its own tokens, so that the losses of two rounds can be compared and no record changes another's."""
+        return held_out
+
     # The model.
 
     def configure(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -328,9 +340,22 @@ class Task(ABC):
         return forward.logits(**forward.places(tokens, positions)), targets
 
     def drawn(
-        self, tokens: NDArray[np.int32], labels: NDArray[np.int32], draw: Draw
+        self,
+        tokens: NDArray[np.int32],
+        labels: NDArray[np.int32],
+        tokenizer: PreTrainedTokenizerBase,
+        draw: Draw,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Rows of tokens (R, L) and labels (R, M) as they are learned this time, where that is random."""
+        """Rows of tokens (R, L) and labels (R, M) as they are learned this time, where that is random.
+
+        Training calls it at each use of a row. What is drawn must not depend on the rows but by their number.
+
+        Args:
+            tokens: The rows, which are not changed.
+            labels: Their labels, which are not changed.
+            tokenizer: The tokenizer.
+            draw: Gives random numbers for shapes (R, ...).
+        """
         return tokens, labels
 
     def targets(self, labels: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -380,6 +405,21 @@ class Task(ABC):
         """The counters of what `asked` has made."""
         return HeldOut()
 
+    def predicted(
+        self, module: Any, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> list[dict[str, Any]] | None:
+        """What a saved model finds in a text, in rows for a table; None: it writes text instead (`cloister generate`).
+
+        Args:
+            module: The model, in evaluation mode on the CPU.
+            tokenizer: Its tokenizer.
+            text: The text, of which no more is read than of a record.
+
+        Raises:
+            DataError: the text cannot be used.
+        """
+        return None
+
     @abstractmethod
     def figures(self, held_out: HeldOut) -> dict[str, Any]:
         """The figures of the sums on held-out records, by their names in `figures.py`; those that there are."""
@@ -397,6 +437,16 @@ class Task(ABC):
     def wanting(self) -> tuple[str, str]:
         """The field of the plan that names what is learned, and what to do where records have nothing in it."""
         return "data.text_field", "check the records"
+
+
+def drawn_by(generators: Sequence[np.random.Generator]) -> Draw:
+    """Draws of each of G generators for its own R / G rows, in their order."""
+
+    def draw(shape: tuple[int, ...]) -> NDArray[np.float64]:
+        each = (shape[0] // len(generators), *shape[1:])
+        return np.concatenate([generator.random(each) for generator in generators])
+
+    return draw
 
 
 def sample_line(task: Task) -> str:

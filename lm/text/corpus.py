@@ -1,8 +1,9 @@
 """Records by name: an embedded corpus or a user's source, for simulated sites and public training.
 
-The embedded corpora are part of every Python, so they need no download. Each has natural groups that differ as sites
-do: the language reference by topic, the standard library's source by package, passages of both, for a classifier, by
-what they are, and functions of the library in parts, by package. Any other source is read as a site reads its own data.
+The embedded corpora need no download. Each has natural groups that differ as sites do. Every Python has the language
+reference by topic, the standard library's source by package, passages of both, for a classifier, by what they are, and
+functions of the library in parts, by package; clinical notes by ward are made up (`notes.py`). Any other source is read
+as a site reads its own data.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cloister.lm.text import notes
 from cloister.lm.text.records import Record, Records, check_source, read_records
 from cloister.protocol.errors import DataError, one_line
 from cloister.protocol.plan.plan import GIVEN
@@ -54,6 +56,8 @@ _BUILTIN = (
     "builtin:python-stdlib",
     "builtin:python-passages",
     "builtin:python-functions",
+    "builtin:clinical-notes",
+    "builtin:clinical-letters",
 )
 
 
@@ -160,7 +164,14 @@ def corpus_records(source: str, *, field: str = "data", split: str = "train") ->
                 raise DataError("data", source, expected="a text, but it has only white space")
         return Corpus(records)
     _check_builtin(source, field)
-    made = (_python_docs, _python_stdlib, _python_passages, _python_functions)
+    made = (
+        _python_docs,
+        _python_stdlib,
+        _python_passages,
+        _python_functions,
+        _clinical_notes,
+        _clinical_letters,
+    )
     return dict(zip(_BUILTIN, made, strict=True))[source]()
 
 
@@ -252,3 +263,13 @@ def _python_functions() -> Corpus:
             }
         )
     return Corpus(records, "package")
+
+
+def _clinical_notes() -> Corpus:
+    """Made-up notes of wards with their entities and patients: 8,000 of 3,200 patients."""
+    return Corpus(notes.notes(), "ward")
+
+
+def _clinical_letters() -> Corpus:
+    """Made-up sentences of letters with entities of the same types, as a textbook has them: 2,000 records."""
+    return Corpus(notes.letters())

@@ -10,7 +10,7 @@ An example depends on its own record alone, also where a chat template makes it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from cloister.lm.text import chat
 from cloister.lm.text.records import Record
+from cloister.lm.text.special import Surround, joined_tokens
 from cloister.lm.text.tokenizer import END as END_OF_TEXT
 from cloister.lm.text.tokenizer import PAD, byte_tokenizer, tokenizer_digest
 from cloister.protocol.errors import DataError
+from cloister.protocol.plan.plan import DataSection
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +44,8 @@ Text = tuple[str, Spans]
 """A rendered text, and what of it is learned."""
 _Coded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """The tokens of a text, and which of them are learned."""
+Places = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
+"""The tokens of a text (n,), and where in it each begins and ends, in characters, (n,) each."""
 
 CONTEXT, ANSWER, END = 0, 1, 2
 """Roles of a token: not learned; learned, and part of the text; learned, and the end-of-text token."""
@@ -68,13 +72,6 @@ class Example:
     def piece(self, start: int, stop: int | None) -> Example:
         """Tokens `start` to `stop`, without a copy."""
         return replace(self, tokens=self.tokens[start:stop], role=self.role[start:stop])
-
-
-def joined_tokens(
-    before: Sequence[int], tokens: NDArray[np.int32], after: Sequence[int]
-) -> NDArray[np.int32]:
-    """Tokens (n,) between others."""
-    return np.concatenate([before, tokens, after], dtype=np.int32, casting="unsafe")
 
 
 @lru_cache(maxsize=1)
@@ -195,11 +192,9 @@ class Encoder:
 
     def __call__(self, batch: Sequence[Text]) -> list[Example]:
         """The example of each text, which depends on no other one."""
-        longest = 0 if self.whole else max(len(text.encode()) for text, _ in batch)
-        if longest > LONGEST_WITH_PLACES:
-            limit = f"a prompt with its completion, or a chat, of at most {LONGEST_WITH_PLACES} bytes"
-            raise DataError("data", longest, expected=limit)
         if self.bytes:
+            if not self.whole:
+                _check_longest(text for text, _ in batch)
             coded = _as_bytes(batch)
         elif self.whole:
             coded = self._as_wholes([text for text, _ in batch])
@@ -216,6 +211,17 @@ class Encoder:
             examples.append(Example(joined_tokens(before, tokens, after), role, bytes_each))
         return examples
 
+    def places(self, texts: Sequence[str]) -> Iterator[Places]:
+        """The tokens of each text, without any around it, and their places; those of a text depend on no other one."""
+        _check_longest(texts)
+        if self.bytes:
+            yield from map(_places_of_bytes, texts)
+            return
+        called = self._call([*texts], return_offsets_mapping=True)
+        for ids, offsets in zip(called["input_ids"], called["offset_mapping"], strict=True):
+            begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
+            yield np.array(ids, np.int32), begin, end
+
     def _as_wholes(self, texts: Sequence[str]) -> Iterator[_Coded]:
         # A tokenizer's intermediate results take about 100 bytes per token: a long text is encoded in pieces.
         for text in texts:
@@ -224,23 +230,61 @@ class Encoder:
             yield tokens, np.ones(len(tokens), bool)
 
     def _in_spans(self, batch: Sequence[Text]) -> Iterator[_Coded]:
-        called = self._call([text for text, _ in batch], return_offsets_mapping=True)
-        for (_, spans), ids, offsets in zip(
-            batch, called["input_ids"], called["offset_mapping"], strict=True
+        for (_, spans), (tokens, begin, end) in zip(
+            batch, self.places([text for text, _ in batch]), strict=True
         ):
-            begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
-            learned = np.zeros(len(ids), bool)
+            learned = np.zeros(len(tokens), bool)
             for start, stop in spans:
                 # A token that crosses the start of a span is learned: the answer cannot be generated without it.
                 learned |= (begin < stop) & (end > start)
-            yield np.array(ids, np.int32), learned
+            yield tokens, learned
 
     def _call(self, texts: list[str], **options: bool) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
 
 
+def in_one_sequence(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection
+) -> Callable[[Sequence[Text]], list[Example]]:
+    """Encodes texts between the special tokens that the tokenizer adds by itself, each cut to a sequence.
+
+    Raises:
+        DataError: as `Surround`.
+    """
+    encode, around = Encoder(tokenizer, whole=True, close=False), Surround(tokenizer, data)
+
+    def cut(example: Example) -> Example:
+        text = example.piece(0, around.room)
+        tokens = around(text.tokens) if len(text) else text.tokens
+        return replace(text, tokens=tokens, role=np.full(len(tokens), ANSWER, np.uint8))
+
+    return lambda batch: [cut(example) for example in encode(batch)]
+
+
 _SPECIAL = {END_OF_TEXT.encode(): 256, PAD.encode(): 257}
 _ANY_SPECIAL = re.compile(b"|".join(map(re.escape, _SPECIAL)))
+
+
+def _check_longest(texts: Iterable[str]) -> None:
+    longest = max(len(text.encode()) for text in texts)
+    if longest > LONGEST_WITH_PLACES:
+        limit = f"a text of at most {LONGEST_WITH_PLACES} bytes, where places in it are read"
+        raise DataError("data", longest, expected=limit)
+
+
+def _places_of_bytes(text: str) -> Places:
+    coded = text.encode()
+    tokens = np.frombuffer(coded, np.uint8).astype(np.int32)
+    begin = (
+        np.cumsum((tokens & 0xC0) != 0x80) - 1
+    )  # a byte that continues a character has the place of its first one
+    end = begin + 1
+    kept = np.ones(len(tokens), bool)
+    for found in _ANY_SPECIAL.finditer(coded):
+        first, stop = found.span()
+        tokens[first], end[first] = _SPECIAL[found.group()], end[stop - 1]
+        kept[first + 1 : stop] = False
+    return tokens[kept], begin[kept], end[kept]
 
 
 def _as_bytes(batch: Sequence[Text]) -> Iterator[_Coded]:

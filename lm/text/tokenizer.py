@@ -30,6 +30,7 @@ from cloister.protocol.plan.plan import ModelSection
 
 END = "<|end|>"
 PAD = "<|pad|>"
+MASK = "<|mask|>"
 _CHAT = (
     "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
@@ -97,24 +98,44 @@ def train_tokenizer(
     return _fast(backend)
 
 
-def load_tokenizer(model: ModelSection, *, ends: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSection, *, ends: bool = True, masks: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the plan names; it has a padding token, and an end-of-text token if texts end with it.
 
     A tokenizer without a padding token pads with its end-of-text token: padding comes last in a sequence and is
-    never learned, so the choice of token makes no difference.
+    never learned, so the choice of token makes no difference. A tokenizer without a mask token gets `<|mask|>` for a
+    fresh model, which has an embedding for it.
 
     Args:
         model: The plan's section.
         ends: Whether texts end with the end-of-text token; texts that are classified do not.
+        masks: Whether tokens are hidden by a mask token.
 
     Raises:
         ModelError: the folder has no tokenizer, the hub does not have the name, the hub cannot be reached and its
-            cache has no copy, or the tokenizer has no end-of-text token, where texts end with it or pad with it.
+            cache has no copy, or the tokenizer has no end-of-text token, where texts end with it or pad with it, or no
+            mask token, where a checkpoint needs it.
     """
     name, own = model.tokenizer_name, model.tokenizer == "auto"
-    if name == "bytes":
-        return byte_tokenizer()
     field = "model.name" if own else "model.tokenizer"
+    tokenizer = (
+        byte_tokenizer() if name == "bytes" else _named_tokenizer(model, field, name, own=own, ends=ends)
+    )
+    if masks and tokenizer.mask_token_id is None:
+        if not model.name.startswith("builtin:"):
+            raise ModelError(
+                field,
+                name,
+                expected="a tokenizer with a mask token (mask_token), as models that learned hidden tokens have",
+                fix='set model.name to a masked LM, or data.task = "causal"',
+            )
+        tokenizer.add_special_tokens({"mask_token": MASK})
+    return tokenizer
+
+
+def _named_tokenizer(
+    model: ModelSection, field: str, name: str, *, own: bool, ends: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub name; errors as `load_tokenizer`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         tokenizer = read_tokenizer(field, str(folder), "main", local=True)

@@ -37,6 +37,7 @@ from cloister.lm.model.passes import Forward
 from cloister.lm.model.schedule import Schedule
 from cloister.lm.model.weights import Named, Weights
 from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.task import drawn_by
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, batches
 from cloister.lm.training.evaluate import to_device
 from cloister.lm.training.moments import Carry, Moments
@@ -292,18 +293,23 @@ class Trainer(Bench):
         block = max(1, BLOCK_TOKENS // (per_step * length))
         for first in range(0, steps, block):
             rows = np.concatenate([next(drawn) for _ in range(min(block, steps - first))])
-            targets = task.targets(sequences.labels[rows])
+            draw = drawn_by([_of_step(seeds, first + step) for step in range(len(rows) // per_step)])
+            tokens, labels = task.drawn(
+                sequences.tokens[rows], sequences.labels[rows], self.model.tokenizer, draw
+            )
+            targets = task.targets(labels)
             learned = task.learned(targets).reshape(-1, per_step).sum(axis=1)
             if mine < local.batch_size:
-                rows = rows.reshape(-1, local.batch_size)[:, part if mine else slice(1)].reshape(-1)
                 # A rank without rows takes part with one of which nothing is learned.
-                targets = task.targets(sequences.labels[rows])
+                own = (
+                    np.arange(len(rows))
+                    .reshape(-1, local.batch_size)[:, part if mine else slice(1)]
+                    .reshape(-1)
+                )
+                rows, tokens, targets = rows[own], tokens[own], targets[own]
                 if not mine:
                     targets[:] = NOT_LEARNED
-            columns = {
-                "tokens": to_device(sequences.tokens[rows], self.device),
-                "targets": to_device(targets, self.device),
-            }
+            columns = {"tokens": to_device(tokens, self.device), "targets": to_device(targets, self.device)}
             if sequences.positions is not None:
                 columns["positions"] = to_device(sequences.positions[rows], self.device)
             factors = task.factors(targets)
@@ -313,6 +319,16 @@ class Trainer(Bench):
             micro_batches = (MicroBatch(**dict(zip(columns, part, strict=True))) for part in parts)
             for count in learned:
                 yield int(count), list(itertools.islice(micro_batches, local.accumulation))
+
+
+def _of_step(seeds: tuple[int, ...], step: int) -> np.random.Generator:
+    """What a task draws in a step: the same at all sites, of which `seeds` has more than the plan's seed and the round
+    (`Bench.dropout` has the reason)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((_DRAWN, *seeds[:2], step))))
+
+
+_DRAWN = 0x647261776E
+"""Separates what tasks draw from the order of batches."""
 
 
 def add_proximal(parameters: list[nn.Parameter], anchors: list[torch.Tensor], mu: float) -> None:

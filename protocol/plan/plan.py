@@ -99,7 +99,9 @@ _CLASSIFY = Only("data.task", ("classify",))
 _OWN = Only("data.task", but=TASKS)
 _TARGETS = Only("data.task", ("sequence-to-sequence",))
 _PREFER = Only("data.task", ("prefer",))
+_CLASSES = Only("data.task", ("classify", "token-classify"), required='["no", "yes"]')
 _GENERATE = Only("data.task", ("causal", "choices"))
+_WINDOWS = Only("data.task", ("causal", "choices", "masked"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
 _SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
@@ -218,14 +220,16 @@ class DataSection(PlanSection):
             pattern=rf"^({'|'.join(TASKS)}|[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}:[A-Za-z_][A-Za-z0-9_-]{{0,99}})$"
         ),
         InWords(f"{', '.join(TASKS)}, or PACKAGE:NAME of an installed package"),
-        Only("data.format", ("text",), when=("classify",)),
+        Only("data.format", ("text",), when=("classify", "token-classify", "masked")),
         Only("data.format", ("prompt",), when=("choices", "sequence-to-sequence", "prefer")),
         replace(_ADAPTER, when=("prefer",), why="the reference is the model without its adapter"),
     ] = "causal"
     """`causal`: the model learns each token from the tokens before it. `choices`: as `causal`, of prompts that one of
     `choices` completes, and an evaluation also counts which is the most probable after each prompt. `classify`: the
     model learns which of `classes` a text belongs to (sequence classification), by a head that is trained with
-    the model; texts are cut to `sequence_length` tokens and never packed. `sequence-to-sequence`: an encoder-decoder
+    the model; texts are cut to `sequence_length` tokens and never packed. `token-classify`: as `classify`, which words
+    of a text are entities of `classes`. `masked`: the model learns tokens that are hidden from the tokens before and
+    after them (pretraining of BERT-like models); texts are never packed. `sequence-to-sequence`: an encoder-decoder
     model such as T5 learns the completion, its target, from the prompt, its source. `prefer`: an adapter learns which
     of two completions of a prompt is the better one (DPO); the reference is the model without the adapter.
     `PACKAGE:NAME`: another task, which an installed package registers (docs/extend.md)."""
@@ -238,9 +242,16 @@ class DataSection(PlanSection):
     label_field: Annotated[str, Field(min_length=1), _CLASSIFY] = "label"
     """Field that holds the class of a text: text, or a whole number that stands for its
     digits."""
-    classes: Annotated[tuple[str, ...], replace(_CLASSIFY, required='["no", "yes"]')] = ()
-    """The classes, in the order of the model's outputs, the same at every site. A record with
-    another label cannot be used."""
+    spans_field: Annotated[str, Field(min_length=1), Only("data.task", ("token-classify",))] = "spans"
+    """Field that holds the entities. Of a text: a list of {start, end, label}, in characters from 0, `end` not
+    included. Where `text_field` holds a list of words instead of a text: a tag for each word, `O`, or `B-` or `I-` and
+    one of `classes`."""
+    mask_share: Annotated[float, Field(gt=0, lt=1), Only("data.task", ("masked",))] = 0.15
+    """Probability that a token is learned, each on its own. It is replaced by the mask token with probability 0.8, by a
+    random token with 0.1, and otherwise left as it is."""
+    classes: Annotated[tuple[str, ...], _CLASSES] = ()
+    """The classes of texts, in the order of the model's outputs, or the types of entities; the same at every site. A
+    type has the outputs `B-` and `I-`, which follow the output `O`. A record with another label cannot be used."""
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
@@ -299,7 +310,7 @@ class DataSection(PlanSection):
 
     @property
     def label(self) -> str:
-        """What a label stands for that is learned: a `token`, a `text` that is classified, or a `pair`."""
+        """What a label stands for that is learned: a `token`, a `text`, a `word` or a `pair`."""
         return self.kind.label
 
     @property
@@ -591,10 +602,10 @@ class PrivacySection(PlanSection):
     sampling_rate: Annotated[Fraction | None, _private("record", "owner", required="0.01")] = None
     """Probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
-    record: Annotated[Literal["record", "window"], _DPSGD, _GENERATE, _TEXT] = "record"
+    record: Annotated[Literal["record", "window"], _DPSGD, _WINDOWS, _TEXT] = "record"
     """`record`: one record of the data. `window`: one sequence of `data.sequence_length`
     tokens cut from a text, so that a longer text counts as several."""
-    windows: Annotated[Count, _DPSGD, _GENERATE] = 4
+    windows: Annotated[Count, _DPSGD, _WINDOWS] = 4
     """Largest number of sequences of one long record that are used; their gradients are
     averaged."""
     records: Annotated[Count, _private("owner")] = 8
@@ -742,9 +753,10 @@ class SimulationSection(PlanSection):
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
     """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
-    label), `builtin:python-functions` (functions in parts), a .txt/.jsonl/.json/.parquet file, a folder of such files,
-    or a hub name. A single .txt file is split at blank lines into paragraphs (without blank lines: into lines); in a
-    folder each .txt file is one record.
+    label), `builtin:python-functions` (functions in parts), `builtin:clinical-notes` and `builtin:clinical-letters`
+    (made-up texts with entities), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single
+    .txt file is split at blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is
+    one record.
     `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
     sites: Annotated[
         tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
@@ -758,7 +770,7 @@ class SimulationSection(PlanSection):
     `natural` with a field, else `iid`."""
     field: Annotated[str, _SHARED_OUT] = ""
     """Field that holds the group (`natural`) or label (`dirichlet`); empty: the source's own (`topic`, `package`,
-    `label`)."""
+    `label`, `ward`)."""
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
     public: Annotated[BelowOne, Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")] = 0.0

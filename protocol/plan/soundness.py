@@ -354,14 +354,15 @@ def _of_buffer(plan: Contract) -> Iterator[Refusal]:
 
 
 def _of_records(plan: Contract) -> Iterator[Refusal]:
-    """Classes or choices that are not two different ones, or weights for others."""
+    """Classes or choices that are too few or not different, or weights for others."""
     data = plan.data
+    fewest = 2 if data.kind.single or data.choices else 1
     for what, names in (("classes", data.classes), ("choices", data.choices)):
         wrong = [name for name, times in Counter(names).items() if not name or times > 1]
-        if names and (wrong or not 2 <= len(names) <= MOST_CLASSES):
+        if names and (wrong or not fewest <= len(names) <= MOST_CLASSES):
             yield Refusal(
                 f"data.{what}",
-                f"2 to {MOST_CLASSES} {what}: different names that are not empty",
+                f"{fewest} to {MOST_CLASSES} {what}: different names that are not empty",
                 f'list them, such as data.{what} = ["no", "yes"], and name each once',
                 "definition",
                 wrong[0] if wrong else len(names),
@@ -493,14 +494,22 @@ def _of_poison(plan: Contract) -> Iterator[Refusal]:
     poison, data = plan.faults.poison, plan.data
     if poison is None:
         return
-    if poison.kind == "label-flip" and data.format == "text" and not data.answer_field:
+    if poison.kind in ("label-flip", "backdoor") and data.task == "token-classify":
+        yield Refusal(
+            "faults.poison.kind",
+            'sign-flip or scale with data.task = "token-classify": the entities of a text are places in it, and fit no '
+            "other text",
+            'set faults.poison.kind = "sign-flip"',
+            "definition",
+        )
+    elif poison.kind == "label-flip" and data.format == "text" and not data.answer_field:
         yield Refusal(
             "faults.poison.kind",
             'another kind with data.format = "text", whose records have no answers',
             'set faults.poison.kind = "backdoor", or use prompts or messages',
             "definition",
         )
-    if poison.kind == "backdoor" and data.outcomes and poison.target not in data.outcomes:
+    elif poison.kind == "backdoor" and data.outcomes and poison.target not in data.outcomes:
         names, what = ("classes", "label") if data.classes else ("choices", "completion")
         yield Refusal(
             "faults.poison.target",

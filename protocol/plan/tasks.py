@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-TASKS = ("causal", "choices", "classify", "sequence-to-sequence", "prefer")
+TASKS = ("causal", "choices", "classify", "sequence-to-sequence", "prefer", "token-classify", "masked")
 """The tasks that come with cloister; another one is PACKAGE:NAME of an installed package."""
 Format: TypeAlias = Literal["text", "prompt", "messages"]
 
@@ -33,6 +33,11 @@ class Kind(NamedTuple):
     """What the trained model is called."""
     writes: Literal["", "continuation", "answer"] = "continuation"
     """What the model writes after a prompt; empty: it writes no text."""
+
+    @property
+    def single(self) -> bool:
+        """Whether a sequence has one label, instead of one for each token at most."""
+        return not self.labels
 
 
 _PROMPT = Kind("prompt with its completion", "prompts with their completions", "prompt with its completion")
@@ -69,6 +74,10 @@ _BY_TASK = {
         labels="",
         used="first {tokens} tokens of the prompt with each completion",
     ),
+    "token-classify": Kind(
+        "text", "texts", "text with its entities", "word", windows=False, model="token classifier", writes=""
+    ),
+    "masked": Kind("text", "texts", "text", model="masked language model", writes=""),
 }
 
 

@@ -12,6 +12,7 @@ from cloister.aggregation.features.registry import FIGURES
 from cloister.lm.model import saved
 from cloister.lm.model.model import load_model, save_pretrained
 from cloister.lm.tasks.confusion import CONFUSION, Confusion
+from cloister.lm.tasks.entities import ENTITIES, Entities
 from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
@@ -55,17 +56,19 @@ class Outcome:
     processes share in each of them. Of the process that returns this; None if not known."""
     confusion: Confusion | None = None
     """The confusion matrix of the final model on held-out texts or prompts; None without classes and choices."""
+    entities: Entities | None = None
+    """The entities of held-out texts that the final model finds; None without a task that looks for them."""
     worker_rss: int | None = None
     """The same of that worker process of a simulation for which it was largest, of those alive at the run's end."""
 
     @property
     def final_loss(self) -> float | None:
-        """Held-out loss, nats per token, or per text that is classified; None if the final model was not evaluated."""
+        """Held-out loss, nats per label that is learned; None if the final model was not evaluated."""
         return self.figures.get("loss")
 
     @property
     def tokens(self) -> int:
-        """Tokens that were trained on, over all rounds and sites, or the number of texts that are classified."""
+        """Labels that were trained on, over all rounds and sites: tokens, or texts or words that are classified."""
         return self.figures.get("tokens") or 0
 
     def shown(self, figures: Sequence[Figure], label: str) -> Iterator[tuple[str, str]]:
@@ -73,7 +76,7 @@ class Outcome:
 
         Args:
             figures: Which.
-            label: What the plan learns from, `token` or `text`.
+            label: What the plan learns from (`Kind.label`).
         """
         for figure in figures:
             if figure.name != "loss" and (shown := figure.shown(self.figures.get(figure.name))):
@@ -121,6 +124,7 @@ def outcome(files: RunFiles) -> Outcome:
         epsilon=end.detail.get("epsilon"),
         stopped=end.detail.get("stopped", ""),
         confusion=Confusion(tuple(map(tuple, final[CONFUSION]))) if final.get(CONFUSION) else None,
+        entities=Entities(tuple(map(tuple, final[ENTITIES]))) if final.get(ENTITIES) else None,
     )
 
 

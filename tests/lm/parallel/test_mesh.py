@@ -83,6 +83,8 @@ CLASSES = (
 )
 TARGETS = ("t5", "data.task=sequence-to-sequence", "data.format=prompt", "data.target_length=8", *DIVIDED)
 PREFERENCES = (*FFA, "data.task=prefer", "data.format=prompt", *DIVIDED)
+ENTITIES = ("bert", "data.task=token-classify", 'data.classes=["a"]', *DIVIDED)
+MASKED = ("bert", "data.task=masked", "data.mask_share=0.3", *DIVIDED)
 WITH_DATA = [
     FFA,
     ("llama", "model.adapter.scheme=rolora", "model.adapter.rank=1", *DIVIDED),
@@ -91,6 +93,8 @@ WITH_DATA = [
     CLASSES,
     TARGETS,
     PREFERENCES,
+    ENTITIES,
+    MASKED,
 ]
 REPLICAS, WITH_MUON = Mesh(2, 1, 1), (*FFA, MUON)
 
@@ -212,7 +216,9 @@ def test_models_under_tensor_parallelism(mesh: Mesh, plan: tuple[str, ...], fold
 
 
 @pytest.mark.parametrize(
-    "plan", WITH_DATA, ids=["ffa-lora", "rolora", "sparse", "tied", "classes", "targets", "preferences"]
+    "plan",
+    WITH_DATA,
+    ids=["ffa-lora", "rolora", "sparse", "tied", "classes", "targets", "preferences", "entities", "masked"],
 )
 @on_data
 def test_adapters_and_models_under_data_parallelism(mesh: Mesh, plan: tuple[str, ...], folder: Path) -> None:

@@ -57,6 +57,8 @@ def tiny(kind: str, *overrides: str) -> Plan:
         config.pop("max_position_embeddings")
     elif kind == "gpt2":
         config |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    elif kind == "bert":
+        config |= {"intermediate_size": 70}
     else:
         config |= {"num_key_value_heads": 2, "intermediate_size": 70}
     config |= {"head_dim": 8} if kind == "qwen3" else {}
@@ -97,9 +99,20 @@ def preferred(n: int = 20) -> Sequences:
     return Sequences(tokens, labels, None, n_bytes=0)
 
 
+def tagged(n: int = 20) -> Sequences:
+    """The same tokens, some of them words with one of three tags."""
+    data = some(n)
+    return replace(data, labels=np.where(data.labels == NOT_LEARNED, data.labels, data.labels % 3), n_bytes=0)
+
+
 def of_task(task: str, n: int = 20) -> Sequences:
     """Sequences of a task."""
-    made = {"classify": classified, "sequence-to-sequence": with_targets, "prefer": preferred}
+    made = {
+        "classify": classified,
+        "token-classify": tagged,
+        "sequence-to-sequence": with_targets,
+        "prefer": preferred,
+    }
     return made.get(task, some)(n)
 
 

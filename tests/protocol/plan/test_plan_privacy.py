@@ -139,12 +139,7 @@ UNSOUND = [
         "privacy.trusted_coordinator = true if you do",
     ),
     # A guarantee that is not there.
-    (
-        NONE,
-        ["privacy.adaptive={}"],
-        "privacy.adaptive is 'set'",
-        'privacy.unit = "site"',
-    ),
+    (NONE, ["privacy.adaptive={}"], "privacy.adaptive is 'set'", 'privacy.unit = "site"'),
     (NONE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
     *(
         (NONE, [f"privacy.{setting}"], f"privacy.{setting.split('=')[0]} is", "or remove privacy.")
@@ -292,6 +287,8 @@ def test_values_out_of_range_are_named(setting: str, field: str) -> None:
         ("correlated-sites.toml", "site"),
         ("not-private.toml", "none"),
         ("classify.toml", "none"),
+        ("clinical-notes.toml", "owner"),
+        ("masked.toml", "none"),
         *((f"flowertune-{task}.toml", "none") for task in ("general", "finance", "medical", "code")),
     ],
 )
