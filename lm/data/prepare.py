@@ -158,6 +158,7 @@ def prepare(
         raise unusable.first or task.nothing_learnable(data.sequence_length, unusable.left_out.total())
     train: list[Example]
     train, held_out = ([], whole) if evaluated else _split(whole, task, seed, refuse=refuse)
+    held_out = [task.answered(example) for example in held_out]
     asked = task.asked(held_out, tokenizer, unusable) if refuse else None
     laid_out, scored = (task.lay_out(part, pad, packing=task.packs) for part in (train, held_out))
     scored = task.scored(scored, tokenizer)

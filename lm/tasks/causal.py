@@ -8,6 +8,7 @@ or chat is cut, or continues up to `privacy.windows` under a privacy unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.tasks.task import HeldOut, Task
-from cloister.lm.text.examples import Encoder, Example, Text, messages_in, rendered, text_in
+from cloister.lm.text.examples import CONTEXT, END, Encoder, Example, Text, messages_in, rendered, text_in
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.sequences import Sequences, joined, next_tokens
 from cloister.protocol.errors import DataError
@@ -85,6 +86,12 @@ class Causal(Task):
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Text]], list[Example]]:
         """Tokens with the begin and end tokens of the tokenizer, which the template of a chat adds itself."""
         return Encoder(tokenizer, whole=self.data.format == "text", close=self.data.format != "messages")
+
+    def answered(self, example: Example) -> Example:
+        """Of a chat the answers' own tokens: what its template adds behind each is the same in all of them."""
+        if self.data.format != "messages":
+            return example
+        return replace(example, role=np.where(example.role == END, CONTEXT, example.role).astype(np.uint8))
 
     @property
     def divides(self) -> bool:

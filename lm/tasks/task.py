@@ -289,6 +289,10 @@ class Task(ABC):
         """
         return one_each(examples, self.tokens_each, self.labels_each, pad)
 
+    def answered(self, example: Example) -> Example:
+        """An example that is held out, with the roles of what an evaluation scores."""
+        return example
+
     def asked(
         self, held_out: Sequence[Example], tokenizer: PreTrainedTokenizerBase, unusable: Unusable
     ) -> Sequences | None:

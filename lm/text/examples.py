@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +42,23 @@ Spans = Sequence[tuple[int, int]]
 """The parts of a text that are learned, as (start, stop) in characters, in order."""
 Text = tuple[str, Spans]
 """A rendered text, and what of it is learned."""
-_Coded = tuple[NDArray[np.int32], NDArray[np.bool_]]
-"""The tokens of a text, and which of them are learned."""
+
+
+class Closing(NamedTuple):
+    """A span that a template adds behind an answer: it is learned, and is no part of the answer."""
+
+    start: int
+    stop: int
+
+
+_Coded = tuple[NDArray[np.int32], NDArray[np.uint8]]
+"""The tokens of a text, and the role of each."""
 Places = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 """The tokens of a text (n,), and where in it each begins and ends, in characters, (n,) each."""
 
 CONTEXT, ANSWER, END = 0, 1, 2
-"""Roles of a token: not learned; learned, and part of the text; learned, and the end-of-text token."""
+"""Roles of a token: not learned; learned, and part of the text; learned, and behind it: the end-of-text token, or what
+a template adds there."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[dict
     full = as_text(messages)
     if len(full) * len(messages) > MOST_RENDERED:
         raise DataError(place, len(messages), expected="fewer messages, or shorter ones")
-    spans = []
+    spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -112,7 +122,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, place: str, messages: list[dict
         start = _shared(full, other)
         end = len(full) - _shared(full[start:][::-1], other[start:][::-1])
         behind = as_text([*messages[:index], stand_in]).rpartition(_STAND_IN)[2]
-        spans.append((start, end + _shared(full[end:], behind)))
+        spans += [(start, end), Closing(end, end + _shared(full[end:], behind))]
     return full, spans
 
 
@@ -201,13 +211,14 @@ class Encoder:
         else:
             coded = self._in_spans(batch)
         examples = []
-        for (text, spans), (tokens, learned) in zip(batch, coded, strict=True):
-            n_bytes = sum(len(text[start:stop].encode()) for start, stop in spans)
+        for (text, spans), (tokens, roles) in zip(batch, coded, strict=True):
+            own = (span for span in spans if not isinstance(span, Closing))
+            n_bytes = sum(len(text[start:stop].encode()) for start, stop in own)
             before = self.start if text else []
             after = self.end if text and tokens[-1:].tolist() != self.end else []
             around = (len(before), len(after))
-            role = np.pad(learned.astype(np.uint8), around, constant_values=(CONTEXT, END))
-            bytes_each = n_bytes / max(1, int(np.count_nonzero(learned)))
+            role = np.pad(roles, around, constant_values=(CONTEXT, END))
+            bytes_each = n_bytes / max(1, int(np.count_nonzero(roles == ANSWER)))
             examples.append(Example(joined_tokens(before, tokens, after), role, bytes_each))
         return examples
 
@@ -227,17 +238,17 @@ class Encoder:
         for text in texts:
             parts = [np.array(self._call([piece])["input_ids"][0], np.int32) for piece in _pieces(text)]
             tokens = np.concatenate(parts)
-            yield tokens, np.ones(len(tokens), bool)
+            yield tokens, np.full(len(tokens), ANSWER, np.uint8)
 
     def _in_spans(self, batch: Sequence[Text]) -> Iterator[_Coded]:
         for (_, spans), (tokens, begin, end) in zip(
             batch, self.places([text for text, _ in batch]), strict=True
         ):
-            learned = np.zeros(len(tokens), bool)
-            for start, stop in spans:
+            role = np.zeros(len(tokens), np.uint8)
+            for span in _answers_last(spans):
                 # A token that crosses the start of a span is learned: the answer cannot be generated without it.
-                learned |= (begin < stop) & (end > start)
-            yield tokens, learned
+                role[(begin < span[1]) & (end > span[0])] = _role_of(span)
+            yield tokens, role
 
     def _call(self, texts: list[str], **options: bool) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
@@ -263,6 +274,15 @@ def in_one_sequence(
 
 _SPECIAL = {END_OF_TEXT.encode(): 256, PAD.encode(): 257}
 _ANY_SPECIAL = re.compile(b"|".join(map(re.escape, _SPECIAL)))
+
+
+def _answers_last(spans: Spans) -> list[tuple[int, int]]:
+    """Spans in the order in which they give a token its role, which is that of the last one that it touches."""
+    return sorted(spans, key=lambda span: not isinstance(span, Closing))
+
+
+def _role_of(span: tuple[int, int]) -> int:
+    return END if isinstance(span, Closing) else ANSWER
 
 
 def _check_longest(texts: Iterable[str]) -> None:
@@ -291,16 +311,17 @@ def _as_bytes(batch: Sequence[Text]) -> Iterator[_Coded]:
     for text, spans in batch:
         coded = text.encode()
         tokens = np.frombuffer(coded, np.uint8).astype(np.int32)
-        learned = np.zeros(len(tokens), bool)
-        for start, stop in spans:
-            first = len(text[:start].encode())
-            learned[first : first + len(text[start:stop].encode())] = True
+        role = np.zeros(len(tokens), np.uint8)
+        for span in _answers_last(spans):
+            first = len(text[: span[0]].encode())
+            role[first : first + len(text[span[0] : span[1]].encode())] = _role_of(span)
         kept = np.ones(len(tokens), bool)
         for found in _ANY_SPECIAL.finditer(coded):
             first, stop = found.span()
-            tokens[first], learned[first] = _SPECIAL[found.group()], learned[first:stop].any()
+            roles = role[first:stop]
+            tokens[first], role[first] = _SPECIAL[found.group()], ANSWER if ANSWER in roles else roles.max()
             kept[first + 1 : stop] = False
-        yield tokens[kept], learned[kept]
+        yield tokens[kept], role[kept]
 
 
 def _pieces(text: str) -> Iterator[str]:

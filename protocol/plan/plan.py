@@ -259,7 +259,8 @@ class DataSection(PlanSection):
     something about the records."""
     format: Format = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
-    covers the answers only."""
+    covers the answers only. An evaluation of chats scores the answers' own tokens, not what the template adds behind
+    them."""
     text_field: Annotated[str, _TEXT] = "text"
     """Field that holds the text."""
     prompt_field: Annotated[str, Only("data.format", ("prompt",))] = "prompt"
