@@ -95,5 +95,7 @@ def test_python_functions_are_taken_apart() -> None:
         assert record["code"].startswith(record["signature"])
         assert record["statement"] in record["code"]
         assert "\n" not in record["summary"]
-    simple = [record for record in corpus.records if '"""' not in record["code"] and "'" not in record["summary"]]
+    simple = [
+        record for record in corpus.records if '"""' not in record["code"] and "'" not in record["summary"]
+    ]
     assert not any(record["summary"] in record["code"] for record in simple if len(record["summary"]) > 40)
