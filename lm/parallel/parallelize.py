@@ -99,10 +99,11 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
-def _blocks(inner: nn.Module) -> Iterator[nn.Module]:
-    """The decoder blocks: what transformers never splits between devices."""
-    whole = set(getattr(inner, "_no_split_modules", None) or ())
-    return (module for module in inner.modules() if type(module).__name__ in whole)
+def _blocks(inner: Any) -> Iterator[nn.Module]:
+    """The blocks: what transformers never splits between devices; not the embedding, which may be tied to the output."""
+    whole, embedding = set(getattr(inner, "_no_split_modules", None) or ()), inner.get_input_embeddings()
+    named = (module for module in inner.modules() if type(module).__name__ in whole)
+    return (module for module in named if all(part is not embedding for part in module.modules()))
 
 
 def _tensor_plan(inner: Any, mesh: Mesh) -> dict[str, ParallelStyle]:

@@ -269,14 +269,24 @@ def test_opacus_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_an_evaluation_compares_what_transformers_generates(rows: int) -> None:
     """Of some records the completion is what the model writes, so that both measures are neither 0 nor 1."""
-    plan, model = plan_of(f"local.batch_size={rows}"), roused()
+    plan = plan_of(f"local.batch_size={rows}")
+    model = load_model(plan)
     module, tokenizer = model.module.eval(), model.tokenizer
+    torch.manual_seed(20)
+    with torch.no_grad():  # it often ends early, and would often take a token that only pads the vocabulary
+        for name, parameter in module.named_parameters():
+            if "norm" not in name and name != "shared.weight":
+                parameter.add_(torch.randn_like(parameter))
+        shared = dict(module.named_parameters())["shared.weight"]
+        shared[256] *= 2
+        shared[258:] *= 2
+        shared[128:256] *= 0.3  # so that it writes text
     records = colours(10)
     exact, total = 0, 0
     for number, record in enumerate(records):
         given = generated(module, tokenizer, record["prompt"])
         if number % 2:
-            record["completion"] = given + ("" if number % 4 == 1 else " x")
+            record["completion"] = given + ("" if given and number % 4 == 1 else " x")
         target = str(tokenizer.decode(list(record["completion"].encode())[:8]))
         exact += given == target
         total += round(1e6 * rouge_l(target, given))
