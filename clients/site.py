@@ -316,7 +316,10 @@ class Site:
     def _open(self, sum_id: SumId) -> Loaded:
         """Model and trainer for a message, after a check that the site has joined its plan and run."""
         plan, base_hash = self._kept.recall(sum_id.run, sum_id.plan, self._resident.plan)
-        self._demands(sum_id.run).check(plan, sum_id.run)
+        demands = self._demands(sum_id.run)
+        demands.check(plan, sum_id.run)
+        if not self._simulated.packages:  # before the package is imported
+            demands.check_package(plan)
         return self._load(plan, base_hash)
 
     def _load(self, plan: Plan, base_hash: bytes, base: Callable[[], Vector | None] | None = None) -> Loaded:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
-from cloister.lm.tasks.figures import FIGURES as EVALUATED
+from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.figure import Figure
 from cloister.protocol.plan.plan import Plan

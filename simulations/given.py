@@ -149,4 +149,13 @@ def _check(records: Iterable[Record], known: set[str], data: DataSection, field:
 
 def _content(record: Record, data: DataSection) -> str:
     """What a plan learns from in a record."""
-    return line_of({field: record.get(field) for field in task_of(data).content})
+    return json.dumps(_learned([record.get(field) for field in task_of(data).content]), sort_keys=True)
+
+
+def _learned(value: Any) -> Any:
+    """A value as tasks read it: Arrow gives every object the keys of all objects at its place, without values."""
+    if isinstance(value, Mapping):
+        return {str(key): _learned(inner) for key, inner in value.items() if inner is not None}
+    return (
+        [*map(_learned, value)] if isinstance(value, list | tuple) else value if value is None else str(value)
+    )

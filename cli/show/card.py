@@ -17,8 +17,8 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from cloister.aggregation.features.registry import FIGURES
+from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.output.export import Form, base_name
-from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.lm.tasks.registry import task_of
 from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.report import LARGEST_EPSILON, RunReport, Verdict, verdict

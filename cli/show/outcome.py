@@ -16,9 +16,9 @@ from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
 from cloister.cli.show.console import PipedConsole, columns
+from cloister.lm.measures.confusion import ClassFigures, Confusion
+from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.output.generate import generate
-from cloister.lm.tasks.confusion import ClassFigures, Confusion
-from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import CloisterError, one_line
@@ -55,8 +55,8 @@ def to_json(
         that worked on the run (`server/record/outcome.py`); `tokens_per_second`, which is `tokens` / `round_seconds`,
         or of a classifier `texts` and `texts_per_second`, of a token classifier `words` and `words_per_second`, of
         preferences `pairs` and `pairs_per_second`; `classification`, the held-out texts by class, or prompts by choice,
-        and what they were taken for (`lm/tasks/confusion.py`), while `accuracy` is that of labels, of texts, words or
-        tokens; `entities`, those of held-out texts by type (`lm/tasks/entities.py`); `command_seconds`;
+        and what they were taken for (`lm/measures/confusion.py`), while `accuracy` is that of labels, of texts, words
+        or tokens; `entities`, those of held-out texts by type (`lm/measures/entities.py`); `command_seconds`;
         `peak_rss_bytes`, the largest resident sets in this command. None where there is no figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)

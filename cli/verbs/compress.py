@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cloister.cli.options.shared_options import Parser
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.cli.verbs.tokenizer import check_public
-from cloister.lm.tasks.figures import FIGURES
+from cloister.lm.measures.figures import FIGURES
 from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
 from cloister.protocol.machine.prerequisites import check_extra, size

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, tell
-from cloister.lm.tasks.figures import FIGURES
+from cloister.lm.measures.figures import FIGURES
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder
 from cloister.server.record.folder import RunFiles, read_plan

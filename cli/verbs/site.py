@@ -33,7 +33,7 @@ from cloister.clients.setup.enrolment import (
     read_installed,
 )
 from cloister.privacy.accounting.terms import terms_of
-from cloister.privacy.ledger.policy import load_policy
+from cloister.privacy.ledger.policy import Policy, load_policy
 from cloister.protocol.errors import CloisterError, DataError, MemberError, PlanError, RosterError, one_line
 from cloister.protocol.identity import fingerprint
 from cloister.protocol.identity.address import host_of
@@ -146,8 +146,8 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _closed(arguments.site)
     if config.identity:
         check_private(Path(config.identity), "identity")
-    if config.policy:
-        load_policy(Path(config.policy))
+    policy = load_policy(Path(config.policy)) if config.policy else Policy()
+    policy.check_package(plan)  # before it sees a record
     devices = None
     if arguments.only != "data":
         from cloister.cli.verbs.devices import Devices

@@ -261,23 +261,31 @@ def _learnable(
 
     Without a rule a record is one piece: a text whole, a prompt or chat cut to a sequence.
     """
-    length, field = task.data.sequence_length, "" if rule is None else rule.owner
+    field = "" if rule is None else rule.owner
     without_owner = f"without an owner in {field!r}, text or a whole number"
     for record, example in examples:
         owner = unusable.tried(without_owner, owner_of, record, field) if field else b""
         if owner is None:
             continue
-        if rule is None:
-            pieces = [example if task.divides else task.cut(example, length)]
-        elif rule.record == "record":
-            pieces = [task.cut(example, rule.windows * length)]
-        else:
-            pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
-        learnable = [piece for piece in pieces if task.rows(piece).any()]
+        learnable = unusable.tried("refused by the task", _pieces, example, task, rule)
+        if learnable is None:
+            continue
         if learnable:
             yield owner, learnable
         else:
             unusable.leave_out(_NOTHING_LEARNABLE)
+
+
+def _pieces(example: Example, task: Task, rule: UnitRule | None) -> list[Example]:
+    """The pieces of a record of which something is learned."""
+    length = task.data.sequence_length
+    if rule is None:
+        pieces = [example if task.divides else task.cut(example, length)]
+    elif rule.record == "record":
+        pieces = [task.cut(example, rule.windows * length)]
+    else:
+        pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
+    return [piece for piece in pieces if task.rows(piece).any()]
 
 
 def _unique(

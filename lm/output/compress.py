@@ -56,7 +56,7 @@ class Measured:
     zeros: float
     """Fraction of its weights that are zero."""
     figures: Mapping[str, Any]
-    """Those of its evaluation, by name (`lm/tasks/figures.py`)."""
+    """Those of its evaluation, by name (`lm/measures/figures.py`)."""
     tokens_per_second: float
     """Tokens that go forward in a second, in batches, on this machine."""
 

@@ -100,7 +100,7 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def _blocks(inner: Any) -> Iterator[nn.Module]:
-    """The blocks: what transformers never splits between devices; not the embedding, which may be tied to the output."""
+    """The blocks: what transformers never splits between devices; not the embedding, which may be tied."""
     whole, embedding = set(getattr(inner, "_no_split_modules", None) or ()), inner.get_input_embeddings()
     named = (module for module in inner.modules() if type(module).__name__ in whole)
     return (module for module in named if all(part is not embedding for part in module.modules()))

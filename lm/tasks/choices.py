@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.lm.measures.confusion import Confusion
 from cloister.lm.tasks.causal import Causal
-from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.task import HeldOut, Scoring
 from cloister.lm.text.examples import CONTEXT, Example, text_in
 from cloister.lm.text.records import Record, Unusable

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cloister.lm.measures.confusion import Confusion
 from cloister.lm.tasks.auto import SEQUENCE_CLASSIFIER
-from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.task import HeldOut, Pass, Task
 from cloister.lm.text.examples import Example, Text, in_one_sequence, text_in, value_in
 from cloister.lm.text.records import Record, Unusable

@@ -165,8 +165,8 @@ class Task(ABC):
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The fields by which two records are the same."""
-        return tuple(self.sample())
+        """The fields by which two records are the same: by default those that hold text."""
+        return tuple(name for name, value in self.sample().items() if not isinstance(value, int | float))
 
     @abstractmethod
     def texts(
@@ -232,7 +232,7 @@ class Task(ABC):
             made = unusable.tried_together(
                 "refused by the tokenizer",
                 lambda batch: [
-                    self.merged(parts, beside)
+                    _whole(self.merged(parts, beside))
                     for parts, (_, _, beside, _) in zip(_grouped(encode, batch), batch, strict=True)
                 ],
                 batch,
@@ -451,6 +451,18 @@ def drawn_by(generators: Sequence[np.random.Generator]) -> Draw:
         return np.concatenate([generator.random(each) for generator in generators])
 
     return draw
+
+
+def _whole(example: Example) -> Example:
+    """An example that can be laid out beside others.
+
+    Raises:
+        DataError: its labels are no list of whole numbers.
+    """
+    labels = example.labels
+    if labels is not None and not (labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)):
+        raise DataError("labels", labels.shape, expected="whole numbers, one after the other")
+    return example
 
 
 def sample_line(task: Task) -> str:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cloister.lm.measures.entities import Entities, count, spans_of, tags_of
 from cloister.lm.tasks.auto import TOKEN_CLASSIFIER
 from cloister.lm.tasks.classify import named_outputs
-from cloister.lm.tasks.entities import Entities, count, spans_of, tags_of
 from cloister.lm.tasks.task import HeldOut, Pass, Task
 from cloister.lm.text.examples import ANSWER, Encoder, Example, Places, Spans, Text, value_in
 from cloister.lm.text.records import Record, Unusable

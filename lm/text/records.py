@@ -82,9 +82,11 @@ class Unusable:
         """The result of `act(*arguments)` for one record; None if it raises."""
         try:
             return act(*arguments)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             raise
-        except BaseException as error:  # of a template anything; a panic in a tokenizer is no `Exception`
+        except (
+            BaseException
+        ) as error:  # of a template or a task anything; a panic in a tokenizer is no `Exception`
             if self._open and isinstance(error.__cause__, RecursionError | MemoryError):
                 raise
             self.leave_out(reason)

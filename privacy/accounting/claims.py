@@ -51,10 +51,12 @@ def unit_in_words(data: DataSection, privacy: PrivacySection) -> str:
         )
         if privacy.record == "window":
             return f"{owned} windows of {data.sequence_length} tokens are used"
-        return f"{owned} are used, each with its {_used(data, privacy)}"
+        each = f", each with its {_used(data, privacy)}" if data.kind.used else ""
+        return f"{owned} are used{each}"
     if privacy.record == "window":
         return f"a window of {data.sequence_length} tokens of a text"
-    return f"one {data.kind.whole}, of which the {_used(data, privacy)} are used"
+    used = f", of which the {_used(data, privacy)} are used" if data.kind.used else ""
+    return f"one {data.kind.whole}{used}"
 
 
 def _used(data: DataSection, privacy: PrivacySection) -> str:

@@ -12,6 +12,8 @@ from functools import lru_cache
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from cloister.protocol.errors import PackageError
 
@@ -37,8 +39,10 @@ def installed(name: str) -> Installed:
     """
     found = _distribution(name)
     digest = hashlib.sha256()
+    if not (files := _files(found)):
+        raise PackageError("data.package", name, expected="installed files", fix="install it again")
     try:
-        for path, file in _files(found):
+        for path, file in files:
             content = file.read_bytes()
             digest.update(f"{path}\0{len(content)}\0".encode() + content)
     except OSError as error:
@@ -64,9 +68,20 @@ def load(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
     return _loaded(group, package, name, wanted)
 
 
+_PINS: dict[str, tuple[str, str]] = {}
+"""The version and files of each package that this process has imported."""
+
+
 @lru_cache(maxsize=64)
 def _loaded(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
     check(package, wanted)
+    if _PINS.setdefault(package, wanted) != wanted:
+        raise PackageError(
+            "data.package",
+            f"{package} {wanted[0]}",
+            expected="the files that this process has imported, because Python imports a module once",
+            fix="start the process again",
+        )
     found = _distribution(package)
     entry = next((each for each in found.entry_points if (each.group, each.name) == (group, name)), None)
     if entry is None:
@@ -142,4 +157,4 @@ def _folder_of(found: Distribution) -> Path | None:
         return None
     if not (isinstance(origin, dict) and origin.get("dir_info", {}).get("editable")):
         return None
-    return Path(str(origin.get("url", "")).removeprefix("file://"))
+    return Path(url2pathname(urlsplit(str(origin.get("url", ""))).path))

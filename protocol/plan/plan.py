@@ -775,7 +775,8 @@ class SimulationSection(PlanSection):
     alpha: Annotated[Positive, Only("simulation.partition", ("dirichlet",))] = 0.5
     """Concentration of the Dirichlet partition; a smaller value is less even."""
     public: Annotated[BelowOne, Only("server.evaluation", (SIMULATED_PUBLIC,), required="0.1")] = 0.0
-    """Fraction of the records that goes to no site: the public records of `server.evaluation = "simulation:public"`."""
+    """Fraction of the records that goes to no site; of records that are the same, others may: the public records of
+    `server.evaluation = "simulation:public"`."""
     noise_seed: Annotated[
         Seed | None,
         Only(

@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     labels: str = "sequence_length"
     """The field of `[data]` with the most labels that a sequence is learned from; empty: it has one."""
     used: str = "first {tokens} tokens"
-    """What of a record is used."""
+    """What of a record is used; empty: its task says it."""
     model: str = "language model"
     """What the trained model is called."""
     writes: Literal["", "continuation", "answer"] = "continuation"
@@ -81,7 +81,7 @@ _BY_TASK = {
 }
 
 
-_OWN = Kind("record", "records", "record", "label", windows=False)
+_OWN = Kind("record", "records", "record", "label", windows=False, used="", model="model", writes="")
 
 
 def is_own(task: str) -> bool:

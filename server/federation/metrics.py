@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from cloister.aggregation.features.registry import FIGURES
-from cloister.lm.tasks.figures import FIGURES as EVALUATED
+from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import EngineError, RosterError
 from cloister.protocol.identity.address import host_of
 from cloister.server.record import progress

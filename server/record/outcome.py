@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloister.aggregation.features.registry import FIGURES
+from cloister.lm.measures.confusion import CONFUSION, Confusion
+from cloister.lm.measures.entities import ENTITIES, Entities
+from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.model import saved
 from cloister.lm.model.model import load_model, save_pretrained
-from cloister.lm.tasks.confusion import CONFUSION, Confusion
-from cloister.lm.tasks.entities import ENTITIES, Entities
-from cloister.lm.tasks.figures import FIGURES as EVALUATED
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
 from cloister.server.record import journal as steps
@@ -32,8 +32,8 @@ class Outcome:
     rounds: int
     initial_loss: float | None
     figures: Mapping[str, Any]
-    """By name: those of the final model, if it was evaluated (`lm/tasks/figures.py`), and of all rounds together those
-    that the plan's features tell (`aggregation/features/`)."""
+    """By name: those of the final model, if it was evaluated (`lm/measures/figures.py`), and of all rounds together
+    those that the plan's features tell (`aggregation/features/`)."""
     round_seconds: float
     """Time in rounds, each from the first request of the attempt that counted to the decoded mean, over all processes
     that worked on the run. A part of the phases `train` and `sum`."""

@@ -116,7 +116,7 @@ class Evaluated(Event):
 
     round: int
     figures: Mapping[str, Any]
-    """By name (`lm/tasks/figures.py`), and the confusion matrix of classes or choices."""
+    """By name (`lm/measures/figures.py`), and the confusion matrix of classes or choices."""
 
 
 @dataclass(frozen=True)

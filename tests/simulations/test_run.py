@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow  # type: ignore[import-untyped]  # it ships no types
 import pytest
 
 import cloister
@@ -95,7 +96,7 @@ def test_an_epsilon_is_planned_without_a_run() -> None:
 def test_records_are_read_from_what_programs_have(tmp_path: Path) -> None:
     import datasets  # type: ignore[import-untyped]  # it ships no types
     import pandas as pd
-    import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
+    import pyarrow as pa
 
     rows = RECORDS["north"]
     (tmp_path / "north.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -176,6 +177,16 @@ def test_records_of_a_site_are_not_public(tmp_path: Path) -> None:
         stories.write_text("\n".join(json.dumps(each) for own in RECORDS.values() for each in own))
         changed = {"simulation.source": str(stories), "cohort.sites": 3}
         simulated(tmp_path / "run", plan.changed(changed), public=RECORDS["south"])
+    # Arrow gives each message the keys of all, and no order of keys is another message.
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "North."}]
+    chats = {name: [{"messages": turns}] * 4 for name in ("a", "b", "c")}
+    odd = [{"messages": [*turns, {"role": "user", "content": "Why?", "name": "x"}]}]
+    as_table = pyarrow.Table.from_pylist([*chats["a"], *odd])
+    turned = [{"messages": [dict(reversed(turn.items())) for turn in turns]}]
+    for theirs, ours in ((as_table, chats["a"]), (chats["a"], turned), (as_table, turned)):
+        chat = plan.changed({"data.format": "messages"})
+        with raises(DataError, "server.evaluation"):
+            simulated(tmp_path / "run", chat, sites={**chats, "a": theirs}, evaluation=ours)
     assert not (tmp_path / "run").exists()
     run = simulated(
         tmp_path / "run",

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from cloister.clients.ranks.resident import Resident
 from cloister.lm.data.prepare import prepare
+from cloister.lm.measures.figures import FIGURES
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Layout
-from cloister.lm.tasks.figures import FIGURES
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.corpus import corpus_records
 from cloister.privacy.report.figures import at_most

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from cloister.aggregation.vector.span import check_pieces
 from cloister.clients.checks.doctor import site_bytes
 from cloister.clients.checks.memory_estimate import estimated_memory
+from cloister.lm.measures.confusion import Confusion
 from cloister.lm.model.model import configuration, load_model, save_pretrained
 from cloister.lm.parallel.mesh import Mesh, choose
 from cloister.lm.parallel.shards import Cuts, Region, between, region
-from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.training.train import LocalUpdate
 from cloister.protocol.errors import ModelError

@@ -22,8 +22,8 @@ from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.lm.data.prepare import prepare
 from cloister.lm.data.store import load_prepared, write_prepared
+from cloister.lm.measures.confusion import Confusion
 from cloister.lm.model.model import load_model, load_saved
-from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.sequences import NOT_LEARNED

@@ -28,9 +28,9 @@ from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.data.prepare import Prepared, prepare, unit_rule
+from cloister.lm.measures.confusion import Confusion
 from cloister.lm.model.model import LanguageModel, load_model, load_saved
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.tasks.confusion import Confusion
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.records import Unusable

@@ -20,8 +20,8 @@ from cloister.aggregation.sums import Sums
 from cloister.cli.main import main
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.data.prepare import prepare, unit_rule
+from cloister.lm.measures.entities import Entities, count, tags_of
 from cloister.lm.model.model import load_model
-from cloister.lm.tasks.entities import Entities, count, tags_of
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.notes import TYPES, letters, notes
 from cloister.lm.text.records import Unusable
@@ -163,7 +163,7 @@ def test_entities_are_counted_as_seqeval_does() -> None:
     ],
 )
 def test_another_count_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Mutant("lm.tasks.entities:spans_of", old, new).plant(monkeypatch)
+    Mutant("lm.measures.entities:spans_of", old, new).plant(monkeypatch)
     with contextlib.suppress(RuntimeError):  # beginnings and ends of other numbers
         assert disagreements(50)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from cloister.lm.tasks.registry import task_of
+from cloister.lm.text.records import Unusable
+from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import PackageError, PlanError, PolicyError
-from cloister.protocol.machine.packages import _loaded, check, installed, load
+from cloister.protocol.machine.packages import _PINS, _loaded, check, installed, load
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 from cloister.tests.parties.federation import Federation, tiny
@@ -115,19 +117,59 @@ DPSGD = (
 def forget(package: Package) -> None:
     """Let this process, where the coordinator has imported the package, be that of a site that has not."""
     _loaded.cache_clear()
-    sys.modules.pop(f"{package.name}.own")
+    _PINS.clear()
+    sys.modules.pop(f"{package.name}.own", None)
 
 
 def test_a_site_runs_only_what_its_policy_lists(package: Package, tmp_path: Path) -> None:
-    federation = Federation(tmp_path / "sites", plan_of(package))
+    federation = Federation(tmp_path / "sites", plan_of(package, "aggregation.secure=false"))
     forget(package)
     policy = 'units = ["none"]\nsecure_required = false\nleast_cohort = 1\n'
     for listed in ("", 'packages = ["another"]\n'):
         with raises(PolicyError, "package"):
             federation.site(policy=policy + listed).join(federation.join_request())
     assert f"{package.name}.own" not in sys.modules
-    federation.site(policy=f'{policy}packages = ["{package.name}"]\n').join(federation.join_request())
+    joined = federation.joined(policy=f'{policy}packages = ["{package.name}"]\n')
     assert f"{package.name}.own" in sys.modules
+    assert joined.contribute(federation.request()).spans
+    # The persons of the site take the package off the list: the next message finds that, in a new process too.
+    forget(package)
+    with raises(PolicyError, "package"):
+        federation.site(policy=policy).contribute(federation.request(number=2))
+    assert f"{package.name}.own" not in sys.modules
+
+
+def test_a_process_imports_one_version_of_a_package(package: Package) -> None:
+    before = package.pin
+    load("cloister.tasks", package.name, "own", before)
+    package.put("own.py", f"{CODE}\n\nclass Another(Own):\n    pass\n")
+    with raises(PackageError, "data.package"):
+        load("cloister.tasks", package.name, "own", package.pin)
+
+
+SHAPED = f"""import numpy as np
+
+{CODE}
+    def beside(self, unusable, place, record):
+        if record.get("ends"):
+            raise SystemExit(3)
+        return {{"labels": np.array(record["codes"], np.int32)}}
+
+    def rows(self, example):
+        return example.labels[:1] >= 0
+"""
+
+
+def test_no_record_ends_the_preparation_of_an_own_task(package: Package) -> None:
+    package.put("own.py", SHAPED)
+    data = plan_of(package).data
+    strange: list[dict[str, object]] = [{"codes": 5}, {"codes": [[1], [2]]}, {"codes": []}, {"ends": True}]
+    records: list[dict[str, object]] = [{"text": "some words", "codes": [1, 2]}]
+    records += [{"text": "some words", **each} for each in strange]
+    unusable = Unusable()
+    made = list(task_of(data).examples(records, byte_tokenizer(), unusable))
+    assert [record["codes"] for record, _ in made] == [[1, 2], []]
+    assert unusable.left_out.total() == 3
 
 
 def test_a_site_refuses_a_package_that_is_installed_in_place(

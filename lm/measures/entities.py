@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cloister.lm.tasks.confusion import ClassFigures, share
+from cloister.lm.measures.confusion import ClassFigures, share
 from cloister.lm.text.sequences import NOT_LEARNED
 
 if TYPE_CHECKING:  # it takes seconds to import
