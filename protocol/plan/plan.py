@@ -753,11 +753,11 @@ class SimulationSection(PlanSection):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
-    """Records to distribute: `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
+    """Records to distribute: a .txt/.jsonl/.json/.parquet file, a folder of such files, a hub name, or a text that the
+    package has. These are `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
     label), `builtin:python-functions` (functions in parts), `builtin:clinical-notes` and `builtin:clinical-letters`
-    (made-up texts with entities), a .txt/.jsonl/.json/.parquet file, a folder of such files, or a hub name. A single
-    .txt file is split at blank lines into paragraphs (without blank lines: into lines); in a folder each .txt file is
-    one record.
+    (made-up texts with entities). A single .txt file is split at blank lines into paragraphs (without blank lines: into
+    lines); in a folder each .txt file is one record.
     `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
     sites: Annotated[
         tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.chat import compiled, render
-from cloister.lm.text.examples import ANSWER, CONTEXT, Example
+from cloister.lm.text.examples import ANSWER, CONTEXT, Encoder, Example
 from cloister.lm.text.records import Records, Unusable, read_each, read_records
 from cloister.lm.text.tokenizer import END, PAD, byte_tokenizer, tokenizer_digest
 from cloister.protocol.errors import DataError
@@ -167,6 +167,15 @@ def test_reading_off_bytes_equals_the_tokenizer(format_: Format, texts: list[tup
         assert np.array_equal(one.tokens, two.tokens)
         assert np.array_equal(one.role, two.role)
         assert one.bytes_each == two.bytes_each
+
+
+@settings(deadline=None)
+@given(CODED)
+def test_places_read_off_bytes_equal_those_of_the_tokenizer(text: str) -> None:
+    encoders = (Encoder(tokenizer, whole=False, close=False) for tokenizer in (BYTES, SLOW))
+    fast, other = (next(encode.places([text])) for encode in encoders)
+    for one, two in zip(fast, other, strict=True):
+        assert np.array_equal(one, two)
 
 
 def test_special_tokens_written_in_a_text_are_tokens() -> None:
