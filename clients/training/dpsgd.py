@@ -145,7 +145,7 @@ def _wrong_by_opacus(plan: Plan, model: LanguageModel, divided: bool) -> str:
         return "a mesh with shard or tensor above 1 divides the parameters"
     kind = getattr(getattr(model.module, "config", None), "model_type", "")
     if not task_of(plan.data).by_opacus:
-        return f"with data.task = '{plan.data.task}' a unit's rows go through the model several times"
+        return f"data.task is '{plan.data.task}', for which its gradients are not proven"
     proven = RIGHT_BY_OPACUS + (RIGHT_WITH_ADAPTER if plan.model.adapter.scheme != "full" else ())
     if kind not in proven:
         return f"the model is of type {kind}, and proven are {', '.join(proven)}"

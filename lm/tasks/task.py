@@ -142,7 +142,7 @@ class Task(ABC):
     ends: ClassVar[bool] = True
     """Whether texts end with the end-of-text token."""
     by_opacus: ClassVar[bool] = True
-    """Whether Opacus's hooks see each row of a batch once, as a row of the model's only pass."""
+    """Whether tests compare the gradients of Opacus's hooks with single passes; they see each row of a pass once."""
     masks: ClassVar[bool] = False
     """Whether tokens are hidden by a mask token."""
 
