@@ -82,7 +82,7 @@ class Unusable:
         """The result of `act(*arguments)` for one record; None if it raises."""
         try:
             return act(*arguments)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             raise
         except (
             BaseException

@@ -472,6 +472,7 @@ def test_wrong_usage_is_one_line_that_names_the_help(verb: str, capsys: pytest.C
     required = {
         "generate": ["x", "--prompt", "x"],
         "export": ["x", "x"],
+        "predict": ["x", "--text", "x"],
         "compress": ["x", "--int8"],
         "provision": ["x", "--out", "x"],
         "simulate": [],

