@@ -446,7 +446,7 @@ def test_a_run_under_masks_ends_with_a_masked_model(
     assert len(listed) == 5
     assert listed[0]["probability"] == pytest.approx(float(logits.softmax(-1).max()), rel=1e-5)
     assert "a text with <|mask|>" in lone_refusal(capsys, "predict", run, "--text", "no mask")
-    assert "expected causal or choices" in lone_refusal(capsys, "generate", run, "--prompt", "a")
+    assert "a task whose model writes text" in lone_refusal(capsys, "generate", run, "--prompt", "a")
 
 
 @pytest.mark.slow
