@@ -519,7 +519,9 @@ def test_a_run_under_masks_counts_what_the_saved_model_finds(
     text = doses(90)[0]["text"]
     listed = found(capsys, "predict", str(made.run), "--text", text)["found"]
     assert all(text[each["start"] : each["end"]] == each["text"] for each in listed)
-    assert "a task whose model writes text" in lone_refusal(capsys, "generate", str(made.run), "--prompt", "a")
+    assert "a task whose model writes text" in lone_refusal(
+        capsys, "generate", str(made.run), "--prompt", "a"
+    )
 
 
 @pytest.mark.slow
