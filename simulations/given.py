@@ -16,6 +16,7 @@ from typing import Any
 
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.corpus import corpus_records, given_records
+from cloister.lm.text.examples import present
 from cloister.lm.text.records import Record, Records, read_records
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import GIVEN, NO_EVALUATION, SIMULATED_PUBLIC, DataSection
@@ -149,13 +150,5 @@ def _check(records: Iterable[Record], known: set[str], data: DataSection, field:
 
 def _content(record: Record, data: DataSection) -> str:
     """What a plan learns from in a record."""
-    return json.dumps(_learned([record.get(field) for field in task_of(data).content]), sort_keys=True)
-
-
-def _learned(value: Any) -> Any:
-    """A value as tasks read it: Arrow gives every object the keys of all objects at its place, without values."""
-    if isinstance(value, Mapping):
-        return {str(key): _learned(inner) for key, inner in value.items() if inner is not None}
-    return (
-        [*map(_learned, value)] if isinstance(value, list | tuple) else value if value is None else str(value)
-    )
+    learned = [present(record.get(field)) for field in task_of(data).content]
+    return json.dumps(learned, sort_keys=True, default=str)

@@ -59,6 +59,11 @@ class TokenClassify(Task):
         entity = {"start": 0, "end": 3, "label": self.data.classes[0]}
         return {self.data.text_field: "...", self.data.spans_field: [entity]}
 
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The text, whatever its entities are."""
+        return (self.data.text_field,)
+
     def texts(
         self, tokenizer: PreTrainedTokenizerBase, unusable: Unusable, place: str, record: Record
     ) -> tuple[Text, ...] | None:

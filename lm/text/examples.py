@@ -137,7 +137,7 @@ def messages_in(record: Record, place: str, name: str) -> list[dict[str, Any]]:
         raise DataError(f"{place}, field {name}", messages, expected="a list of {role, content}")
     kept = []
     for message in messages:
-        kept.append(_present(message))
+        kept.append(present(message))
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise DataError(
                 f"{place}, field {name}", message, expected="messages with a text role and a text content"
@@ -145,14 +145,14 @@ def messages_in(record: Record, place: str, name: str) -> list[dict[str, Any]]:
     return kept
 
 
-def _present(value: Any) -> Any:
+def present(value: Any) -> Any:
     """A message without the keys that Arrow added: it gives every object the keys of all objects at its place.
 
     A template must not see None for an absent key, and one record must not add keys to others.
     """
     if isinstance(value, Mapping):
-        return {key: _present(inner) for key, inner in value.items() if inner is not None}
-    return [_present(inner) for inner in value] if isinstance(value, list) else value
+        return {key: present(inner) for key, inner in value.items() if inner is not None}
+    return [present(inner) for inner in value] if isinstance(value, list) else value
 
 
 def text_in(record: Record, place: str, name: str) -> str:

@@ -576,3 +576,8 @@ def test_the_shipped_plan_learns_from_made_up_notes(
     )
     assert [each["type"] for each in answer["entities"]["by_type"]] == list(TYPES)
     assert answer["epsilon"] < 4
+
+
+def test_two_records_are_the_same_if_their_texts_are() -> None:
+    """Else a site's text with other entities would pass for a public one."""
+    assert task_of(plan_of().data).content == (plan_of().data.text_field,)
