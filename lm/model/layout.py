@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from cloister.lm.model.transfer import Transfer
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import Span
 
@@ -106,8 +107,9 @@ class Layout:
         """Copy the trained parameters of `module`, on any device, to a float32 vector of shape (size,)."""
         parameters = dict(module.named_parameters())
         flat: Vector = torch.empty(self.size).numpy()  # torch aligns it for every processor
-        for name, part in self.split(flat).items():
-            torch.from_numpy(part).copy_(parameters[name].detach())
+        with self._transfer(parameters) as transfer:
+            for name, part in self.split(flat).items():
+                transfer.download(parameters[name].detach(), part)
         return flat
 
     def place(self, vector: Vector, module: nn.Module) -> None:
@@ -159,12 +161,14 @@ class Layout:
             UpdateError: the vector is not float32 of shape (size,).
         """
         parameters = dict(module.named_parameters())
-        for name, part in self.split(vector).items():
-            target = parameters[name].detach()
-            if target.device.type == "cpu":
-                np.copyto(target.numpy(), part)
-            else:  # torch has no read-only tensors, such as those of a message or a read-only memory map
-                target.copy_(torch.from_numpy(part.copy()))
+        with self._transfer(parameters) as transfer:
+            for name, part in self.split(vector).items():
+                transfer.upload(part, parameters[name].detach())
+
+    def _transfer(self, parameters: Mapping[str, nn.Parameter]) -> Transfer:
+        """Copies from and to parameters of this layout, which are on one device."""
+        device = parameters[self.names[0]].device if self.names else torch.device("cpu")
+        return Transfer(device, max(map(math.prod, self.shapes), default=0))
 
     def check(self, vector: npt.NDArray[np.generic]) -> None:
         """Refuse a vector that does not have this layout.

@@ -6,6 +6,8 @@ the same time; a pool of workers starts it if it does not run.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from cloister.protocol.machine.fork_server import running
 from cloister.protocol.plan.plan import MeshSection, Plan
 from cloister.simulations.engines.process import environment
@@ -22,8 +24,13 @@ def start(plan: Plan) -> None:
 
 
 def modules(plan: Plan) -> list[str]:
-    """The modules that a worker of a plan's sites needs and that take long to import."""
-    adapted = ["peft"] if plan.model.adapter.scheme != "full" else []
+    """The modules that a worker of a plan's sites needs and that take long to import.
+
+    None of them may look for a GPU: the processes that are forked after that cannot use one. PEFT imports bitsandbytes
+    where it is installed, which does.
+    """
+    apart = plan.model.adapter.scheme == "full" or find_spec("bitsandbytes") is not None
+    adapted = [] if apart else ["peft"]
     # By `lm.model.model.load_model`.
     loading = ["transformers.modeling_utils", "transformers.modeling_layers"]
     divided = any(profile.mesh != MeshSection() for profile in plan.simulation.profiles)

@@ -51,7 +51,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 LENGTH = 12
 METHODS = ["reference", "opacus"]
 FFA = ("model.adapter.scheme=ffa-lora", "model.adapter.rank=2")
@@ -101,11 +101,11 @@ def some(
 class Run:
     """A plan with its model and trainer, the initial vector, and the gradients that AdamW was given."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device: torch.device = CPU) -> None:
         self.plan = plan
         self.model = load_model(plan)
         self.start = self.model.layout.flatten(self.model.module)
-        self.trainer = PrivateTrainer(plan, self.model, CPU)
+        self.trainer = PrivateTrainer(plan, self.model, device)
 
     def train(self, data: Sequences | None = None, **options: Any) -> LocalUpdate:
         options = dict[str, Any](round=1, noise=NOISY, noise_multiplier=1.0) | options
@@ -133,7 +133,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[npt.NDArray[np.float32]]:
 
     def spy(self: torch.optim.AdamW) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
-        seen.append(torch.cat([g.flatten() for g in grads if g is not None]).numpy().copy())
+        seen.append(torch.cat([g.flatten() for g in grads if g is not None]).cpu().numpy().copy())
         step(self)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
@@ -539,6 +539,28 @@ def test_the_released_noise_has_the_claimed_deviation(
     noise = released(run, teaches_nothing(), 0.8, monkeypatch)
     assert noise.size == 12 * run.model.layout.size
     assert_noise(noise, 0.8 * 0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("method", ["reference", "opacus"])
+def test_a_gpu_releases_the_claimed_noise(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(plan_of(STEPS, *FFA, clip=0.25, method=method), GPU)
+    noise = released(run, teaches_nothing(), 0.8, monkeypatch)
+    assert noise.size == 12 * run.model.layout.size
+    assert_noise(noise, 0.8 * 0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("method", ["reference", "opacus"])
+def test_a_gpu_sums_the_same_gradients(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("local.steps=1", "local.precision=float32", method=method)
+    seen = stepped(monkeypatch)
+    for device in (CPU, GPU):
+        Run(plan, device).train(noise_multiplier=1e-6)
+    assert np.linalg.norm(seen[0]) > 0.01
+    assert np.linalg.norm(seen[0] - seen[1]) < 1e-4 * np.linalg.norm(seen[0])
 
 
 def test_noise_is_keyed_by_step_round_and_place(monkeypatch: pytest.MonkeyPatch) -> None:

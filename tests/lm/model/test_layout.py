@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cloister.lm.model import transfer
 from cloister.lm.model.layout import Layout
 from cloister.protocol.errors import UpdateError
 from cloister.tests.tools.raises import raises
@@ -133,3 +134,16 @@ def test_scatter_and_flatten_reach_a_gpu() -> None:
     vector = np.arange(27, dtype=np.float32)
     layout.scatter(vector, module)
     np.testing.assert_array_equal(layout.flatten(module), vector)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_vectors_longer_than_a_buffer_reach_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 1000)
+    module = nn.ModuleDict({name: nn.Linear(count, 77) for name, count in (("a", 13), ("b", 40), ("c", 91))})
+    layout = Layout.of(module.cuda().named_parameters())
+    for seed in range(20):
+        vector = np.random.default_rng(seed).standard_normal(layout.size, np.float32)
+        vector.flags.writeable = False
+        layout.scatter(vector, module)
+        np.testing.assert_array_equal(layout.flatten(module), vector)

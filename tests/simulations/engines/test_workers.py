@@ -13,12 +13,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from cloister.protocol.errors import EngineError
+from cloister.protocol.plan.soundness import Plan, parse
+from cloister.simulations.engines.fork_server import modules
 from cloister.simulations.engines.grid import LocalGrid
+from cloister.simulations.engines.workers import Worker
 from cloister.tests.parties.grid_sites import (
     Events,
     Open,
@@ -199,3 +203,38 @@ def test_ctrl_c_never_reaches_the_fork_server_and_is_only_ignored_by_workers() -
         assert worker.pid is not None
         assert masks(worker.pid) == {"SigBlk": False, "SigIgn": True}
         assert masks(parent(worker.pid))["SigBlk"]  # the fork server
+
+
+FORKED_AFTER = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+process = os.fork()
+if process:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+import torch
+torch.zeros(1, device="cuda:0")
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("plan", ["private-code", "not-private", "classify"])
+def test_a_forked_worker_uses_the_gpu(plan: str) -> None:
+    preload = [Worker.__module__, *modules(Plan.load(plan))]
+    subprocess.run([sys.executable, "-c", FORKED_AFTER, *preload], check=True)
+
+
+def test_no_preload_imports_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for a GPU, after which no forked process can use one."""
+    adapted = parse("", ["model.adapter.scheme=ffa-lora"])
+    assert "peft" in modules(adapted)
+    (tmp_path / "bitsandbytes.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "peft" not in modules(adapted)
+    subprocess.run(
+        [sys.executable, "-c", FORKED_AFTER.partition("process =")[0], *modules(adapted)],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
