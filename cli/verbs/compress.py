@@ -130,6 +130,7 @@ def _prepared(plan: Plan, tokenizer: Any, text: Text) -> tuple[Sequences, Sequen
     from cloister.lm.text.corpus import corpus_records
 
     source, split, section = text
+    section = section.model_copy(update={"owner": ""})  # a public text has none
     prepared = prepare(corpus_records(source, split=split).records, tokenizer, section, seed=plan.run.seed)
     return prepared.train, prepared.held_out
 

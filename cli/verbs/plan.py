@@ -137,7 +137,9 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
         kept, parts, apart = divided(plan, unusable=unusable)
         counts = {"simulation.source": len(kept) + len(apart), "fewest at a site": min(map(len, parts))}
         line = not_used(unusable.left_out, unusable.places, plan) if unusable else ""
-    public = plan.model_copy(update={"privacy": PrivacySection()})  # of public records nobody is an owner
+    # Of public records nobody is an owner.
+    data = plan.data.model_copy(update={"owner": ""})
+    public = plan.model_copy(update={"privacy": PrivacySection(), "data": data})
     for field, source, split in public_sources(plan):
         if source and local(source):
             counts[field] = len(usable(public, field, source, split).records)

@@ -24,7 +24,7 @@ def options(parser: Parser) -> None:
     train = add_action(actions, _train)
     train.value(
         "files FILE",
-        "public text: .txt, .jsonl, .json or .parquet files, folders of them, or builtin:python-docs",
+        "public text: .txt, .jsonl, .json, .csv, .parquet or .arrow files, folders of them, or builtin:python-docs",
         nargs="+",
     )
     train.value("--field NAME", "field of the text", "text")

@@ -115,7 +115,8 @@ def prepare(
     truncated.
 
     Which records are held out depends only on `seed` and the records: if `data.held_out` is not 0, at least one of two
-    or more records is held out, and of a single text the last tokens are. The first token of a sequence, and of each
+    or more records is held out, and of a single text the last tokens are. With `data.owner` the same is true of owners
+    with all of their records, and a single owner is refused. The first token of a sequence, and of each
     example in a packed one, has no token before it to be learned from, so its label is -100.
 
     With `units`, `data.packing` is ignored, prompts and chats continue in further sequences as texts do, but texts that
@@ -134,7 +135,7 @@ def prepare(
         units: How records become units; None where nothing smaller than the whole site is protected.
         unusable: Counts the records that cannot be used, which are left out.
         refuse: Whether it is an error if no record can be used, or none held out; None: without `units`.
-        evaluated: Hold out all records, whatever `data.held_out` is; only without `units`.
+        evaluated: Hold out all records, whatever `data.held_out` is; only without `units`. They need no owner.
 
     Raises:
         DataError: no record can be used, or part of one single prompt or chat would have to be held out, where that is
@@ -146,18 +147,24 @@ def prepare(
     examples = task.examples(records, tokenizer, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    pieces = _learnable(examples, task, units, unusable)
+    pieces = _learnable(examples, task, units, unusable, "" if evaluated else _owners(units, data))
     if data.deduplicate:
         pieces = _unique(pieces, unusable)
     if units is not None:
         *sides, used = _split_units(pieces, data, seed, units)
         parts = [_lay_out_units(side, task, pad, shared=bool(units.owner)) for side in sides]
         return Prepared(parts[0], parts[1], used, unusable.left_out, unusable.places)
-    whole = [example for _, (example,) in pieces]
+    owned = [(owner, example) for owner, (example,) in pieces]
+    whole = [example for _, example in owned]
     if refuse and not whole:
         raise unusable.first or task.nothing_learnable(data.sequence_length, unusable.left_out.total())
     train: list[Example]
-    train, held_out = ([], whole) if evaluated else _split(whole, task, seed, refuse=refuse)
+    if evaluated:
+        train, held_out = [], whole
+    elif data.owner and data.held_out:
+        train, held_out = _split_owners(owned, data.held_out, seed, refuse=refuse)
+    else:
+        train, held_out = _split(whole, task, seed, refuse=refuse)
     held_out = [task.answered(example) for example in held_out]
     asked = task.asked(held_out, tokenizer, unusable) if refuse else None
     laid_out, scored = (task.lay_out(part, pad, packing=task.packs) for part in (train, held_out))
@@ -247,21 +254,36 @@ def check_usable(
     """
     task, rule = task_of(plan.data), unit_rule(plan.data, plan.privacy)
     examples = task.examples(records, tokenizer, unusable)
-    found = _learnable(examples, task, rule, unusable)
+    found = _learnable(examples, task, rule, unusable, _owners(rule, plan.data))
     if sum(1 for _ in itertools.islice(found, None if whole else 1)):
         return
     longest = plan.data.sequence_length * (rule.windows if rule is not None and plan.data.kind.windows else 1)
     raise unusable.first or task.nothing_learnable(longest, unusable.left_out.total())
 
 
+def _owners(rule: UnitRule | None, data: DataSection) -> str:
+    """The field that says who a record belongs to; empty without owners."""
+    return data.owner if rule is None else rule.owner
+
+
 def _learnable(
-    examples: Iterable[tuple[Record, Example]], task: Task, rule: UnitRule | None, unusable: Unusable
+    examples: Iterable[tuple[Record, Example]],
+    task: Task,
+    rule: UnitRule | None,
+    unusable: Unusable,
+    field: str,
 ) -> Iterator[tuple[bytes, list[Example]]]:
     """For each record that is used its owner, empty without owners, and its pieces with a learnable token.
 
     Without a rule a record is one piece: a text whole, a prompt or chat cut to a sequence.
+
+    Args:
+        examples: Records and what is made of them.
+        task: What is learned.
+        rule: How records become units.
+        unusable: Counts the records that cannot be used.
+        field: The one that says who a record belongs to; empty without owners.
     """
-    field = "" if rule is None else rule.owner
     without_owner = f"without an owner in {field!r}, text or a whole number"
     for record, example in examples:
         owner = unusable.tried(without_owner, owner_of, record, field) if field else b""
@@ -370,6 +392,32 @@ def _hash(purpose: str, seed: int, content: bytes) -> bytes:
 
 def _tokens(example: Example) -> bytes:
     return example.tokens.astype("<i4").tobytes()
+
+
+def _split_owners(
+    owned: list[tuple[bytes, Example]], share: float, seed: int, *, refuse: bool
+) -> tuple[list[Example], list[Example]]:
+    """Choose owners whose examples are held out; both lists keep the order of the records.
+
+    Raises:
+        DataError: `refuse`, and all records are of one owner.
+    """
+    owners = list(dict.fromkeys(owner for owner, _ in owned))
+    if len(owners) < 2:
+        if not refuse:
+            return [example for _, example in owned], []
+        raise DataError(
+            "data.owner",
+            len(owners),
+            expected="records of at least two owners, so that one of them can be held out",
+            fix="add records, or set data.held_out = 0 and name public records in server.evaluation",
+        )
+    count = min(max(1, round(len(owners) * share)), len(owners) - 1)
+    held_out = {owners[index] for index in shuffled((seed,), len(owners))[:count]}
+    sides: tuple[list[Example], list[Example]] = [], []
+    for owner, example in owned:
+        sides[owner in held_out].append(example)
+    return sides
 
 
 def _split(

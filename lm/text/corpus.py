@@ -71,7 +71,7 @@ def _of_field(field: str) -> Iterator[None]:
             raise
         fix = (
             error.fix
-            or f"set {field} to a .txt, .jsonl, .json or .parquet file, a folder of them, or a hub name"
+            or f"set {field} to a .txt, .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, or a hub name"
         )
         raise DataError.of(error, field, fix=fix) from error
 

@@ -1,4 +1,4 @@
-"""Read the records of a data holder: text, JSONL and Parquet files, folders of them, and hub data sets.
+"""Read the records of a data holder: text, JSONL, CSV, Parquet and Arrow files, folders of them, and hub data sets.
 
 A site reads its own records one by one (`read_each`), because one record must not decide how others are read, or
 whether they are. `Unusable` leaves out what cannot be read, and counts it.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 from collections import Counter
@@ -22,17 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
-import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
-
+from cloister.lm.text import tables
 from cloister.lm.text.tokenizer import looks_like_path, on_hub
 from cloister.protocol.errors import DataError, one_line
 
-_KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_KINDS = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 _HASHED_BYTES = 64 << 20
 LARGEST_RECORD = 64 << 20
 """Bytes of a line or text file that `read_each` reads: a larger one would exhaust the memory, which others see."""
-_ROWS = 64  # rows of a Parquet file that are decoded at a time
 _NOT_READABLE = "not readable"
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -138,8 +141,8 @@ def read_records(source: str, *, split: str = "train") -> Records:
     """Read the records of a file, a folder of files, or a hub data set, all of which one person owns.
 
     Args:
-        source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json` or `.parquet` file, a folder (its files
-            of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
+        source: A `.txt` file (one record `{"text": ...}`), a `.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` file, a
+            folder (its files of these kinds, sorted by name; other files are ignored), or a hub name, `owner/name` or
             `owner/name:configuration`. The records are read into memory.
         split: Split of a hub data set; files have none.
 
@@ -162,8 +165,8 @@ def read_each(
     """Read the records of a source one by one, so that none decides whether or how another is read.
 
     A `.txt` file is one record; each line of a `.jsonl` or `.json` file that is not blank is one, and is parsed alone;
-    so is each row of a Parquet file or of a hub data set, whose schema is not inferred from single rows. A folder may
-    mix kinds, and a source may have no record at all.
+    so is each row of a table (`lm/text/tables.py`) or of a hub data set, whose schema is not inferred from single rows.
+    A folder may mix kinds, and a source may have no record at all.
 
     Args:
         source: As for `read_records`.
@@ -198,7 +201,7 @@ def read_each(
         elif kind == "json":
             yield from _lines(file, unusable)
         else:
-            yield from _table_rows(file, unusable)
+            yield from _table_rows(file, kind, unusable)
 
 
 def check_source(source: str, *, split: str = "train") -> None:
@@ -274,7 +277,11 @@ def _listed(path: Path) -> list[Path]:
     if not path.is_dir():
         _check_kind(path)
         return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+    files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
+    if {"state.json", "dataset_info.json"} <= {file.name for file in files}:
+        # A data set that `datasets` has saved: these two describe its Arrow files.
+        return [file for file in files if file.suffix == ".arrow"]
+    return files
 
 
 def _check_name(source: str) -> None:
@@ -337,74 +344,13 @@ def _one_line(place: str, line: bytes) -> Record:
     return record
 
 
-def _table_rows(file: Path, unusable: Unusable) -> Iterator[Record]:
-    """The rows of a Parquet file, which may have none; `datasets` refuses a file without rows."""
-    try:
-        with pq.ParquetFile(file) as table:
-            number = 0
-            for group in range(table.num_row_groups):
-                for row in _group_rows(table, group):
-                    number += 1
-                    unusable.place = f"{file}, record {number}"
-                    rows = unusable.tried(_NOT_READABLE, _one_row, row)
-                    yield from rows or ()
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError("data", str(file), expected=f"readable parquet records ({reason})") from error
-
-
-def _group_rows(table: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch | pa.ArrowException]:
-    """The rows of a row group, each as a batch of one, or as the reason why it cannot be decoded.
-
-    Rows are decoded `_ROWS` at a time. Arrow refuses several rows whose nested texts have more than 2 GiB together,
-    which each of them alone has not: the rest is then decoded one by one. After a row that it refuses alone, a reader
-    cannot go on, since its columns may stand at different rows: the later rows of the group are not readable either.
-    """
-    done, count = 0, table.metadata.row_group(group).num_rows
-    try:
-        for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group]):
-            for index in range(batch.num_rows):
-                done += 1
-                yield batch.slice(index, 1)
-    except OSError:
-        raise  # the file is damaged, whatever its rows are
-    except pa.ArrowException as together:
-        reason = together
-    else:
-        return
-    try:
-        for row in itertools.islice(table.iter_batches(batch_size=1, row_groups=[group]), done, None):
-            done += 1
-            yield row
-    except OSError:
-        raise
-    except pa.ArrowException as alone:
-        reason = alone
-    for _ in range(done, count):
-        yield reason
-
-
-def _one_row(row: pa.RecordBatch | pa.ArrowException) -> list[Record]:
-    """The row as a list of one; its size is that of its own values, as `row.nbytes` counts what rows share."""
-    if isinstance(row, pa.ArrowException):
-        raise row
-    rows: list[Record] = row.to_pylist()
-    if (size := _bytes(rows)) > LARGEST_RECORD:
-        raise DataError("data", size, expected=f"a row of at most {LARGEST_RECORD} bytes")
-    return rows
-
-
-def _bytes(value: Any) -> int:
-    """Bytes of a row's value, 8 for each number."""
-    if isinstance(value, str):
-        return len(value.encode(errors="replace"))
-    if isinstance(value, bytes):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_bytes(each) for each in value.values())
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return 8
+def _table_rows(file: Path, kind: str, unusable: Unusable) -> Iterator[Record]:
+    """The rows of a table, which may have none; `datasets` refuses a file without rows."""
+    for place, row in tables.ROWS[kind](file, LARGEST_RECORD):
+        unusable.place = f"{file}, {place}"
+        record = unusable.tried(_NOT_READABLE, row)
+        if record is not None:
+            yield record
 
 
 def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:

@@ -45,7 +45,9 @@ def train_in_public(plan: Plan, source: str, progress: Callable[[int], None]) ->
         update={
             "run": plan.run.model_copy(update={"rounds": 1}),
             "model": plan.model.model_copy(update={"adapter": AdapterSection()}),
-            "data": task_of(plan.data).in_public().model_copy(update={"held_out": 0.0, "packing": True}),
+            "data": task_of(plan.data)
+            .in_public()
+            .model_copy(update={"held_out": 0.0, "packing": True, "owner": ""}),
             "privacy": PrivacySection(),
             "local": local,
         }

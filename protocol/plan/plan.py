@@ -281,15 +281,24 @@ class DataSection(PlanSection):
     another completion cannot be used."""
     messages_field: Annotated[str, Only("data.format", ("messages",))] = "messages"
     """Field that holds the list of {role, content}."""
-    owner: Annotated[str, _private("owner", required='"patient_id"')] = ""
+    owner: Annotated[
+        str,
+        Only("privacy.unit", ("none", "owner"), because="charge", why=_UNPROTECTED),
+        Only(
+            "privacy.unit",
+            but=("owner",),
+            when=("",),
+            fix='set data.owner, such as data.owner = "patient_id"',
+        ),
+    ] = ""
     """Field that identifies the owner of a record, such as `patient_id`: text or a whole number. Records
-    without this field are not used."""
+    without this field are not used. At a site all records of an owner are trained on, or all are held out."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Tokens in a training sequence."""
     target_length: Annotated[int, Field(ge=2), _TARGETS] = 64
     """Tokens of a target, the end token included; a longer target is cut. An evaluation generates at most as many."""
     deduplicate: bool = False
-    """Use one of several equal records of a site; with unit `owner`, one of several equal records of an owner. With
+    """Use one of several equal records of a site; with `data.owner`, one of several equal records of an owner. With
     `privacy.record = "window"`, use one of several equal windows."""
     packing: Annotated[bool, _GENERATE] = True
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
@@ -297,7 +306,7 @@ class DataSection(PlanSection):
         BelowOne,
         Only("server.evaluation", but=("",), when=(0,), fix=f"set data.held_out = 0.1; or {EVALUATED}"),
     ] = 0.1
-    """Fraction of each site's records kept for evaluation and never trained on."""
+    """Fraction of each site's records, or of its owners with `data.owner`, kept for evaluation and never trained on."""
 
     @property
     def kind(self) -> Kind:
@@ -753,12 +762,12 @@ class SimulationSection(PlanSection):
     """How one machine simulates the federation; not part of the contract, and not in the digest."""
 
     source: Annotated[str, Field(min_length=1)] = "builtin:python-docs"
-    """Records to distribute: a .txt/.jsonl/.json/.parquet file, a folder of such files, a hub name, or a text that the
-    package has. These are `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages` (texts with a
-    label), `builtin:python-functions` (functions in parts), `builtin:clinical-notes` and `builtin:clinical-letters`
-    (made-up texts with entities). A single .txt file is split at blank lines into paragraphs (without blank lines: into
-    lines); in a folder each .txt file is one record.
-    `given:` and a SHA-256 stands for records that `cloister.simulate` was given for each site."""
+    """Records to distribute: a .txt, .jsonl, .json, .csv, .parquet or .arrow file, a folder of such files, a hub name,
+    or a text that the package has. These are `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`
+    (texts with a label), `builtin:python-functions` (functions in parts), `builtin:clinical-notes` and
+    `builtin:clinical-letters` (made-up texts with entities). A single .txt file is split at blank lines into paragraphs
+    (without blank lines: into lines); in a folder each .txt file is one record. `given:` and a SHA-256 stands for
+    records that `cloister.simulate` was given for each site."""
     sites: Annotated[
         tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
     ] = ()

@@ -511,6 +511,44 @@ def test_owners_are_held_out_whole_and_with_the_probability_of_the_plan() -> Non
     assert len(prepared.train) + len(prepared.held_out) == 6000
 
 
+@pytest.mark.parametrize(("share", "expected"), [(0.2, 12), (0.001, 1), (0.999, 59)])
+def test_without_a_unit_owners_are_held_out_whole(share: float, expected: int) -> None:
+    records = owned((number % 60, f"x{number % 60} has {number}") for number in range(300))
+    data = DataSection(sequence_length=32, held_out=share, owner="who", packing=False)
+
+    def owners(sequences: Sequences) -> set[str]:
+        return {each.partition(" ")[0] for each in learned(sequences)}
+
+    prepared = prepare(records, BYTES, data, seed=3)
+    held, trained = owners(prepared.held_out), owners(prepared.train)
+    assert (len(held), len(trained)) == (expected, 60 - expected)
+    assert not held & trained
+    assert len(prepared.held_out) + len(prepared.train) == 300
+    assert owners(prepare(records, BYTES, data, seed=4).held_out) != held
+    by_record = prepare(records, BYTES, data.model_copy(update={"owner": "", "held_out": 0.2}), seed=3)
+    assert owners(by_record.held_out) & owners(by_record.train), "a split by record divides owners"
+
+
+def test_a_single_owner_is_not_divided() -> None:
+    records = owned([("one", "a"), ("one", "b")])
+    with raises(DataError, "data.owner", says="two owners"):
+        prepare(records, BYTES, DataSection(sequence_length=8, owner="who"), seed=0)
+    whole = prepare(records, BYTES, DataSection(sequence_length=8, owner="who", held_out=0.0), seed=0)
+    assert len(whole.held_out) == 0
+    stray = prepare(
+        [*records, {"text": "of no one"}],
+        BYTES,
+        DataSection(sequence_length=8, owner="who", held_out=0.0),
+        seed=0,
+    )
+    assert stray.left_out == {"without an owner in 'who', text or a whole number": 1}
+
+
+def test_public_records_need_no_owner() -> None:
+    data = DataSection(sequence_length=8, owner="who")
+    assert prepare([{"text": "a"}, {"text": "b"}], BYTES, data, seed=0, evaluated=True).records == 2
+
+
 def test_an_owner_stays_on_its_side_when_its_records_change() -> None:
     data, rule = DataSection(sequence_length=16, held_out=0.5), UnitRule("record", 1, "who", 1)
     owners = [f"owner {number}" for number in range(60)]

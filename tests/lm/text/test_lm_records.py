@@ -1,5 +1,7 @@
 """Records are read exactly, and unreadable sources are refused in one line."""
 
+import csv
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +9,13 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped]  # it ships no types
 import httpx
+import pandas as pd
 import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from huggingface_hub import HfApi
 
+from cloister.lm.text import records
 from cloister.lm.text.records import Unusable, check_source, fingerprint, read_each, read_records
 from cloister.protocol.errors import DataError
 from cloister.tests.tools.raises import raises
@@ -212,7 +216,15 @@ def test_changed_files_are_read_again(tmp_path: Path) -> None:
         ("a.json", b"[]", "data", "record"),
         ("a.parquet", b"PAR1 this is none", "data", "readable parquet"),
         ("a.txt", b"abc\xff", "data", ("UTF-8", "byte 3")),
-        ("a.csv", b"a,b", "data", "ends in .txt, .jsonl"),
+        ("a.xml", b"a,b", "data", "ends in .txt, .jsonl"),
+        ("a.csv", b"", "a.csv, line 1", "names of the fields"),
+        ("a.csv", b"text,label,text\nx,y,z\n", "a.csv, line 1", "each once"),
+        ("a.csv", b"text,label\n", "data", "at least one record"),
+        ("a.csv", b'text,label\n"a\nb",1\nc,2,3\n', "a.csv, line 4", "2 values"),
+        ("a.csv", b"text,label\na,1\n\xff,2\n", "a.csv, line 3", "UTF-8"),
+        ("a.csv", b'text,label\n"a"b,1\n', "a.csv, line 2", "row of CSV"),
+        ("a.csv", b'text,label\na,1\n"b,2\n', "a.csv, line 3", "row of CSV"),
+        ("a.arrow", b"ARROW1 this is none", "data", "readable arrow"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_line(
@@ -223,6 +235,66 @@ def test_a_broken_file_is_refused_in_one_line(
     with raises(DataError, field, says=says) as refused:
         read_records(str(file))
     assert "\n" not in str(refused.value)
+
+
+TEXTS = [
+    "plain",
+    'with "quotes", and, commas',
+    "two\nlines\r\nand three",
+    " spaces ",
+    "日本語 \u2028 x",
+    "a" * 200_000,
+]
+
+
+def test_csv_is_read_as_it_is_written(tmp_path: Path) -> None:
+    rows = [{"text": text, "label": str(number)} for number, text in enumerate(TEXTS)]
+    file = tmp_path / "a.csv"
+    with open(file, "w", newline="", encoding="utf-8-sig") as lines:  # as spreadsheets write it
+        writer = csv.DictWriter(lines, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert list(read_records(str(file))) == rows
+    pd.DataFrame(rows).to_csv(file, index=False)
+    assert list(read_records(str(file))) == rows
+
+
+def test_a_row_of_csv_decides_of_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among rows as RFC 4180 has them; its size, its bytes and its number of fields are its own."""
+    monkeypatch.setattr(records, "LARGEST_RECORD", 400)
+    good = [b"one,1\r\n", b'"two\nlines",2\r\n', b'"a ""word""",3\r\n']
+    bad = [
+        b"four,4,5\r\n",
+        b"\xff,5\r\n",
+        b"x" * 500 + b",6\r\n",
+        b'"' + b"y" * 900 + b'",7\r\n',
+        b"eight\r\n",
+    ]
+    file = tmp_path / "a.csv"
+    expected = ["one", "two\nlines", 'a "word"']
+    for others in itertools.chain.from_iterable(itertools.combinations(bad, n) for n in range(3)):
+        mixed = [*good[:1], *others[:1], *good[1:2], *others[1:], *good[2:]]
+        file.write_bytes(b"text,label\r\n" + b"".join(mixed))
+        unusable = Unusable()
+        assert [each["text"] for each in read_each(str(file), unusable)] == expected, others
+        assert unusable.left_out.total() == len(others)
+
+
+def test_arrow_is_read_as_datasets_saves_it(tmp_path: Path) -> None:
+    rows = [{"text": text, "spans": [{"start": 0, "end": number}]} for number, text in enumerate(TEXTS)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    assert list(read_records(str(tmp_path / "saved"))) == rows
+    table = pa.Table.from_pylist(rows)
+    for name, writer in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
+        file = tmp_path / f"{name}.arrow"
+        with writer(str(file), table.schema) as out:
+            out.write_table(table, max_chunksize=2)
+        assert list(read_records(str(file))) == rows
+        unusable = Unusable()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(records, "LARGEST_RECORD", 400)
+            assert list(read_each(str(file), unusable)) == rows[:-1]
+        assert unusable.left_out.total() == 1
 
 
 def test_a_folder_without_data_is_refused_and_one_may_mix_kinds(tmp_path: Path) -> None:

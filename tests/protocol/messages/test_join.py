@@ -342,10 +342,10 @@ def refuse(*_: object) -> None:
 @UNITS
 def test_a_join_still_names_data_that_is_not_there(unit: list[str], tmp_path: Path) -> None:
     sites = Sites(tmp_path, *unit)
-    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "data.xml").write_text("a,b")
     for data, says in (
         ("nowhere.jsonl", "existing file"),
-        ("data.csv", "ends in"),
+        ("data.xml", "ends in"),
     ):
         with raises(DataError, "data", says=says):
             sites.site(tmp_path / data).join(sites.federation.join_request())

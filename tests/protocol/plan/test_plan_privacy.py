@@ -121,12 +121,12 @@ UNSOUND = [
     ),
     (SITE, ["privacy.records=2"], "privacy.records is 2", 'only valid with privacy.unit = "owner": without'),
     # Who a record belongs to.
-    (OWNER, ["data.owner=''"], "data.owner is '': expected a value with", "set data.owner"),
+    (OWNER, ["data.owner=''"], "data.owner is '': expected another value", "set data.owner"),
     (
         RECORD,
         ["data.owner=patient"],
         "data.owner is 'patient': expected no value",
-        'set privacy.unit = "owner"',
+        'set privacy.unit = "none" or "owner"',
     ),
     (SITE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
     (OWNER, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
@@ -140,7 +140,6 @@ UNSOUND = [
     ),
     # A guarantee that is not there.
     (NONE, ["privacy.adaptive={}"], "privacy.adaptive is 'set'", 'privacy.unit = "site"'),
-    (NONE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
     *(
         (NONE, [f"privacy.{setting}"], f"privacy.{setting.split('=')[0]} is", "or remove privacy.")
         for setting in (
