@@ -159,11 +159,13 @@ class Run:
 
     def _saved(self) -> tuple[Any, Any]:
         from cloister.lm.model.model import load_saved
+        from cloister.lm.model.own import know
 
         if not self._files.final.is_dir():
             raise RunFolderError(
                 str(self.folder), expected="a finished run", fix=f"continue it: {self}.resume()"
             )
+        know(self.plan)
         return load_saved(self._files.final)
 
 

@@ -130,11 +130,11 @@ class Scales:
         assert compression is not None, "only a plan with compression has scales"
         scale = compression.first_scale
         if scale is None:
-            from cloister.lm.training.optimizer import OPTIMIZERS, learning_rate
+            from cloister.lm.training.optimizer import learning_rate, optimizer_of
 
             steps = plan.run.rounds * local.steps
             scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
-            scale *= OPTIMIZERS[local.optimizer].rms(local, parameters)
+            scale *= optimizer_of(local).rms(local, parameters)
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
         return cls(_within(bounds, plan.aggregation.bound), 0.0)
 

@@ -79,12 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         check_public(Path(arguments.text), "--text")
         check_other(plan, files, arguments.text)
     from cloister.lm.model.model import load_saved
+    from cloister.lm.model.own import know
     from cloister.lm.output import compress
     from cloister.lm.output.export import write_model
     from cloister.server.record.outcome import outcome
 
     if arguments.int8:
         check_extra("torchao", "compress", ModelError, "--int8")
+    know(plan)
     figures = outcome(files)  # refuses a run that is not finished
     measured_on, learned_from = _sources(plan, files, arguments)
     target.parent.mkdir(parents=True, exist_ok=True)

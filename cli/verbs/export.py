@@ -34,9 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
     plan, files = read_plan(source), RunFiles(source)
     check_empty(target, "DIR", CloisterError)
     from cloister.cli.show.card import claim, claim_facts, to_card
+    from cloister.lm.model.own import know
     from cloister.lm.output.export import Form, base_licence, write_model
     from cloister.server.record.outcome import outcome
 
+    know(plan)
     report = gather(source)
     figures = outcome(files)  # refuses a run that is not finished
     licence = base_licence(plan.model)

@@ -54,8 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunFolderError(
             str(folder), expected="a finished run, with final/ in it", fix=f"finish it: {resume}"
         )
+    from cloister.lm.model.own import know
     from cloister.lm.output.generate import generate
 
+    know(plan)
     try:
         text = generate(
             final,

@@ -21,7 +21,7 @@ from cloister.privacy.report.figures import at_most
 from cloister.protocol.machine.packages import installed
 from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.machine.storage import write_bytes
-from cloister.protocol.plan.pin import package_in, pinned, read_text
+from cloister.protocol.plan.pin import packages_in, pinned, read_text
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 
@@ -42,19 +42,22 @@ def options(parser: Parser) -> None:
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    """Write the version and the files' hash of a task's package into a plan.
+    """Write the versions and the files' hashes of packages into a plan.
 
-    Write the version and the hash of the installed files of the package of data.task = "PACKAGE:NAME" into a plan, so
-    that every party compares them with what it has installed. The rest of the file stays as it is.
+    Write the version and the hash of the installed files of each package that the plan names, such as in
+    data.task = "PACKAGE:NAME", so that every party compares them with what it has installed. The rest of the file
+    stays as it is.
     """
     path = Path(arguments.plan)
     text = read_text(path)
-    package = package_in(text, str(path))
-    found = installed(package)
-    write_bytes(path, pinned(text, found.version, found.sha256).encode())
-    print(f"{package} {found.version}, files {found.sha256}")
-    if found.editable:
-        print("it is installed in place: a deployment refuses it until its wheel is installed")
+    packages = packages_in(text, str(path))
+    found = {package: installed(package) for package in packages.values()}
+    pins = {section: found[package][:2] for section, package in packages.items()}
+    write_bytes(path, pinned(text, pins).encode())
+    for package, has in found.items():
+        print(f"{package} {has.version}, files {has.sha256}")
+        if has.editable:
+            print("it is installed in place: a deployment refuses it until its wheel is installed")
     return 0
 
 

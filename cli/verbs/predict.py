@@ -32,8 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
             str(folder), expected="a finished run, with final/ in it", fix=f"finish it: {resume}"
         )
     from cloister.lm.model.model import load_saved
+    from cloister.lm.model.own import know
     from cloister.lm.tasks.registry import task_of
 
+    know(plan)
     try:
         module, tokenizer = load_saved(final)
     except ModelError as error:

@@ -143,9 +143,9 @@ def site_bytes(plan: Plan) -> int:
     """
     from cloister.aggregation.sums import Sums
     from cloister.lm.model.model import count_parameters
-    from cloister.lm.training.optimizer import OPTIMIZERS
+    from cloister.lm.training.optimizer import optimizer_of
 
     _, trained, summed = count_parameters(plan)
     update = Sums(plan, summed, most=trained).update_bytes
-    moments = OPTIMIZERS[plan.local.optimizer].vectors if plan.local.optimizer_state == "keep" else 0
+    moments = optimizer_of(plan.local).vectors if plan.local.optimizer_state == "keep" else 0
     return 8 * trained + 2 * update + 8 * trained * moments

@@ -81,25 +81,26 @@ class Admission:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
     def check_package(self, plan: Plan) -> None:
-        """Refuse the task of a package that the policy does not list, or that is another one than the plan's.
+        """Refuse a package that the policy does not list, or that is another one than the plan's.
 
         Raises:
             PolicyError: the site has no policy that lists it.
             PackageError: it is absent, another one, or installed in place, where its files change unseen.
         """
-        package, pinned = plan.data.own_package, plan.data.package
-        if not package:
+        named = list(plan.registered())
+        if not named:
             return
         policy = load_policy(Path(self._config.policy)) if self._config.policy else Policy()
         policy.check_package(plan)
-        assert pinned is not None, "a sound plan has it"
-        if check(package, (pinned.version, pinned.sha256)).editable:
-            raise PackageError(
-                "data.package",
-                package,
-                expected="a package that is not installed in place, whose files change unseen",
-                fix=f"install its wheel: pip install {package}",
-            )
+        for field, name, pinned in named:
+            package = name.partition(":")[0]
+            if check(field, package, (pinned.version, pinned.sha256)).editable:
+                raise PackageError(
+                    field,
+                    package,
+                    expected="a package that is not installed in place, whose files change unseen",
+                    fix=f"install its wheel: pip install {package}",
+                )
 
     def has_joined(self, plan: Plan, run: str) -> bool:
         """Whether the run has taken a consent to the plan."""

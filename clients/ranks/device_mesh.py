@@ -11,7 +11,7 @@ import torch
 from cloister.lm.model.model import configuration, count_parameters, device_for
 from cloister.lm.parallel.mesh import Mesh, choose
 from cloister.lm.tasks.registry import task_of
-from cloister.lm.training.optimizer import OPTIMIZERS
+from cloister.lm.training.optimizer import optimizer_of
 from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.plan import MeshSection, Plan
 
@@ -50,7 +50,7 @@ def mesh_for(
         everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
-        alone = OPTIMIZERS[plan.local.optimizer].matrices or plan.privacy.method == "opacus"
+        alone = optimizer_of(plan.local).matrices or plan.privacy.method == "opacus"
         if mesh.shard > 1 and alone:
             mesh = Mesh()
     else:
@@ -96,7 +96,7 @@ def mesh_for(
 
 def _check_optimizer(plan: Plan, mesh: Mesh) -> None:
     """Refuse a mesh whose ranks would have too little of the model to step on."""
-    if OPTIMIZERS[plan.local.optimizer].matrices and mesh.shard * mesh.tensor > 1:
+    if optimizer_of(plan.local).matrices and mesh.shard * mesh.tensor > 1:
         raise ModelError(
             "mesh",
             mesh.degrees(),

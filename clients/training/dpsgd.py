@@ -80,6 +80,7 @@ from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import ModelError, PlanError
 from cloister.protocol.messages.blocks import runs
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.tasks import is_own
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +123,8 @@ def check_method(plan: Plan, model: LanguageModel, *, divided: bool = False) -> 
     if any(module._compiled_call_impl is not None for module in model.module.modules()):
         raise ModelError("mesh.compile", True, expected=f"false with privacy.unit = '{plan.privacy.unit}'")
     batches = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    if plan.data.own_package and any(isinstance(module, batches) for module in model.module.modules()):
+    own = is_own(plan.data.task) or is_own(plan.model.type)
+    if own and any(isinstance(module, batches) for module in model.module.modules()):
         raise ModelError(
             "model.name",
             plan.model.name,

@@ -28,7 +28,7 @@ import os
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from cloister.lm.model import frozen, saved
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.origin import origin
+from cloister.lm.model.own import know
 from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.model.writes import names_of, writes_of
 from cloister.lm.tasks.auto import Auto, auto_of, auto_of_adapter
@@ -265,14 +266,14 @@ class Place:
 
 def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     """The configuration of the plan's model and the place of its weights: None for a fresh model."""
-    section = plan.model
+    section, own = plan.model, know(plan)
     if section.name.startswith(BUILTIN):
-        return _builtin_config(plan), None
+        return _builtin_config(plan, own), None
     place = locate(section.name, section.revision)
     from transformers import AutoConfig
 
     auto = task_of(plan.data).auto
-    known, what = auto.types(), auto.called
+    known, what = own or auto.types(), auto.called
     try:
         config = AutoConfig.from_pretrained(place.name, **place.options())
     except Exception as error:  # transformers raises many types for a file that it cannot read
@@ -287,17 +288,17 @@ def _configure(plan: Plan) -> tuple[PreTrainedConfig, Place | None]:
     return _for_training(config, plan), place
 
 
-def _builtin_config(plan: Plan) -> PreTrainedConfig:
+def _builtin_config(plan: Plan, own: Mapping[str, str]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     section, auto = plan.model, task_of(plan.data).auto
-    types, what = auto.types(), auto.called
+    types, what = own or auto.types(), auto.called
     kind = section.name.removeprefix(BUILTIN)
     if kind not in types:
-        nearest = difflib.get_close_matches(kind, types, n=3) or ["llama", "gpt2", "qwen3"]
+        nearest = difflib.get_close_matches(kind, types, n=3) or [*own] or ["llama", "gpt2", "qwen3"]
         raise _no_model(
             section.name,
-            f"builtin: followed by a {what} type of transformers",
+            f"builtin: followed by a {what} type of {plan.model.type or 'transformers'}",
             fix=f"did you mean {' or '.join(BUILTIN + name for name in nearest)}?",
         )
     cls = CONFIG_MAPPING[kind]

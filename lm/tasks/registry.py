@@ -48,9 +48,8 @@ def _class_of(data: DataSection) -> type[Task]:
         return TASKS[data.task]
     if data.task in _TRIED:
         return _TRIED[data.task]
-    package, name = data.task.split(":")
     assert data.package is not None, "a sound plan names its version and files"
-    found = load("cloister.tasks", package, name, (data.package.version, data.package.sha256))
+    found = load("data.task", "cloister.tasks", data.task, (data.package.version, data.package.sha256))
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise PackageError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
     return found

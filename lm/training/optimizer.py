@@ -7,8 +7,8 @@ With an adapter, Muon steps on each factor of a hidden layer, A (rank, in) and B
 Neither source covers factors: what is orthogonalized is the step of a factor, not the change of the product B A. A head
 that is trained whole beside an adapter takes AdamW steps, as without one.
 
-`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state. Another
-optimizer is a name in `local.optimizer`, and a line in `OPTIMIZERS`.
+`"sgd"` is plain stochastic gradient descent, W <- W - rate (weight_decay W + G), which keeps no state. An optimizer of
+an installed package is a `Kind` that it registers in the group `cloister.optimizers` (docs/extend.md).
 
 The learning rate follows the steps of the whole run, not of the round, and those of the plan: a site that takes more or
 fewer than `local.steps` in a round (`local.balance`) goes through the same part of the schedule in them.
@@ -27,7 +27,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from cloister.lm.model.model import class_of, heads_of, plain
 from cloister.lm.model.weights import Named
 from cloister.lm.training.muon import Muon, iterations_in
+from cloister.protocol.errors import PackageError
+from cloister.protocol.machine.packages import load
 from cloister.protocol.plan.plan import LocalSection, Plan
+from cloister.protocol.plan.tasks import is_own
 
 Parameters: TypeAlias = Sequence[nn.Parameter]
 
@@ -87,7 +90,7 @@ class LocalOptimizer:
     def __init__(self, plan: Plan, module: nn.Module, trained: Named, device: torch.device) -> None:
         local = self._local = plan.local
         self._whole_run = plan.run.rounds * local.steps
-        kind = OPTIMIZERS[local.optimizer]
+        kind = optimizer_of(local)
         self.vectors = kind.vectors
         """The most moments of a parameter."""
         self._parts = [
@@ -116,6 +119,23 @@ class LocalOptimizer:
         }
 
 
+def optimizer_of(local: LocalSection) -> Kind:
+    """The optimizer of a plan. That of a package is imported once its files were compared with the plan.
+
+    Raises:
+        PackageError: the package is absent, or another one than the plan names, or its name is no optimizer.
+    """
+    if not is_own(local.optimizer):
+        return OPTIMIZERS[local.optimizer]
+    assert local.package is not None, "a sound plan names its version and files"
+    pin = local.package.version, local.package.sha256
+    found = load("local.optimizer", "cloister.optimizers", local.optimizer, pin)
+    if not isinstance(found, Kind):
+        expected = "a cloister.lm.training.optimizer.Kind"
+        raise PackageError("local.optimizer", local.optimizer, expected=expected)
+    return found
+
+
 def learning_rate(local: LocalSection, step: float, total: int) -> float:
     """Learning rate of local step `step` (from 0; it may be between two steps) of a run of `total`.
 
@@ -136,7 +156,7 @@ def moment_elements(plan: Plan, module: nn.Module, trained: Mapping[str, int]) -
     """Elements, in float32, of the moments that the plan's optimizer keeps; arguments as for `LocalOptimizer`, but of
     the parameters their elements by name."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if name in trained]
-    steppers = OPTIMIZERS[plan.local.optimizer].steppers(module, named)
+    steppers = optimizer_of(plan.local).steppers(module, named)
     return sum(len(stepper.moments) * trained[name] for stepper, share in steppers for name, _ in share)
 
 

@@ -113,14 +113,15 @@ class Policy(Section):
         return self
 
     def check_package(self, plan: Plan) -> None:
-        """Refuse a plan whose task is that of a package that is not listed; nothing is imported before.
+        """Refuse a plan that names something of a package that is not listed; nothing is imported before.
 
         Raises:
             PolicyError: it is not listed.
         """
-        package = plan.data.own_package
-        if package and package not in self.packages:
-            _refuse("packages", "package", package, _one_of(self.packages) if self.packages else "none")
+        for _, name, _ in plan.registered():
+            package = name.partition(":")[0]
+            if package not in self.packages:
+                _refuse("packages", "package", package, _one_of(self.packages) if self.packages else "none")
 
     def check(self, plan: Plan, *, noise: float, epsilon: float, cohort: int, roster_hash: str) -> None:
         """Accept a plan that meets every demand; refuse any other.

@@ -31,41 +31,44 @@ class Installed(NamedTuple):
     """Whether it is installed in place, so that its files may change under a running process."""
 
 
-def installed(name: str) -> Installed:
+def installed(name: str, field: str = "package") -> Installed:
     """What is installed under a name. Its files are read; nothing is imported. What it depends on is not covered.
+
+    Args:
+        name: The package.
+        field: The field of a plan that names it.
 
     Raises:
         PackageError: there is no such package, or a file of it cannot be read.
     """
-    found = _distribution(name)
+    found = _distribution(field, name)
     digest = hashlib.sha256()
     if not (files := _files(found)):
-        raise PackageError("data.package", name, expected="installed files", fix="install it again")
+        raise PackageError(field, name, expected="installed files", fix="install it again")
     try:
         for path, file in files:
             content = file.read_bytes()
             digest.update(f"{path}\0{len(content)}\0".encode() + content)
     except OSError as error:
-        raise PackageError(
-            "data.package", name, expected=f"files that can be read ({error})", fix="install it again"
-        ) from error
+        expected = f"a package with files that can be read ({error})"
+        raise PackageError(field, name, expected=expected, fix="install it again") from error
     return Installed(found.version, digest.hexdigest(), _is_editable(found))
 
 
-def load(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
+def load(field: str, group: str, name: str, wanted: tuple[str, str]) -> Any:
     """What a package registers under a name, imported after its files were compared.
 
     Args:
+        field: The field of a plan that names it.
         group: Group of entry points, such as `cloister.tasks`.
-        package: The package.
-        name: The name in the group.
-        wanted: Version and SHA-256 of its files.
+        name: PACKAGE:NAME.
+        wanted: Version and SHA-256 of the package's files.
 
     Raises:
         PackageError: another version or other files are installed, or the package registers no such name; or the name
             is imported from elsewhere than those files.
     """
-    return _loaded(group, package, name, wanted)
+    return _loaded(field, group, name, wanted)
 
 
 _PINS: dict[str, tuple[str, str]] = {}
@@ -73,35 +76,34 @@ _PINS: dict[str, tuple[str, str]] = {}
 
 
 @lru_cache(maxsize=64)
-def _loaded(group: str, package: str, name: str, wanted: tuple[str, str]) -> Any:
-    check(package, wanted)
+def _loaded(field: str, group: str, named: str, wanted: tuple[str, str]) -> Any:
+    package, _, name = named.partition(":")
+    check(field, package, wanted)
     if _PINS.setdefault(package, wanted) != wanted:
         raise PackageError(
-            "data.package",
+            field,
             f"{package} {wanted[0]}",
             expected="the files that this process has imported, because Python imports a module once",
             fix="start the process again",
         )
-    found = _distribution(package)
+    found = _distribution(field, package)
     entry = next((each for each in found.entry_points if (each.group, each.name) == (group, name)), None)
     if entry is None:
         known = ", ".join(each.name for each in found.entry_points if each.group == group) or "none"
-        raise PackageError(
-            "data.task", f"{package}:{name}", expected=f"a name that {package} registers ({known})"
-        )
-    return _imported(entry, found)
+        raise PackageError(field, named, expected=f"a name that {package} registers in {group} ({known})")
+    return _imported(field, entry, found)
 
 
-def check(package: str, wanted: tuple[str, str]) -> Installed:
+def check(field: str, package: str, wanted: tuple[str, str]) -> Installed:
     """Compare a package with the version and hash that a plan names; imports nothing.
 
     Raises:
         PackageError: it is absent or another one.
     """
-    has = installed(package)
+    has = installed(package, field)
     if (has.version, has.sha256) != wanted:
         raise PackageError(
-            "data.package",
+            field,
             f"{package} {wanted[0]} with the files {wanted[1][:16]}...",
             expected=f"what is installed: {has.version} with the files {has.sha256[:16]}...",
             fix="install the version of the plan, or pin the plan again: cloister plan pin PLAN",
@@ -109,25 +111,22 @@ def check(package: str, wanted: tuple[str, str]) -> Installed:
     return has
 
 
-def _imported(entry: EntryPoint, found: Distribution) -> Any:
+def _imported(field: str, entry: EntryPoint, found: Distribution) -> Any:
     value = entry.load()
     module = Path(str(__import__(entry.module, fromlist=["_"]).__file__)).resolve()
     if not _is_editable(found) and module not in {file.resolve() for _, file in _files(found)}:
         raise PackageError(
-            "data.task",
-            entry.value,
-            expected="a module among the installed files of its package",
-            fix=str(module),
+            field, entry.value, expected="a module among the installed files of its package", fix=str(module)
         )
     return value
 
 
-def _distribution(name: str) -> Distribution:
+def _distribution(field: str, name: str) -> Distribution:
     try:
         return distribution(name)
     except PackageNotFoundError:
         raise PackageError(
-            "data.task", name, expected="an installed package", fix=f"install it: pip install {name}"
+            field, name, expected="an installed package", fix=f"install it: pip install {name}"
         ) from None
 
 

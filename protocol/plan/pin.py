@@ -1,17 +1,21 @@
-"""The pin of a task's package in a plan's text: its version and the hash of its files."""
+"""The pins of packages in a plan's text: their versions and the hashes of their files."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cloister.protocol.errors import PackageError, PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.settings import Settings
 from cloister.protocol.plan.tasks import is_own
 
-_TABLE = re.compile(r"^\[data\.package\][^\[]*", re.MULTILINE)
+_NAMES = {"data": "task", "model": "type", "local": "optimizer"}
+"""The fields that may name something of a package, by section."""
+_TABLE = re.compile(rf"^\[({'|'.join(_NAMES)})\.package\][^\[]*", re.MULTILINE)
 
 
 def read_text(path: Path) -> str:
@@ -19,24 +23,33 @@ def read_text(path: Path) -> str:
     return Settings(Plan, "plan", PlanError).read(path)
 
 
-def package_in(text: str, origin: str) -> str:
-    """The package of the task that a plan's text names.
+def packages_in(text: str, origin: str) -> dict[str, str]:
+    """The packages that a plan's text names something of, by section.
 
     Raises:
-        PackageError: it is no TOML, or its task is not that of a package.
+        PackageError: it is no TOML, or names nothing of a package.
     """
     try:
-        task = tomllib.loads(text).get("data", {}).get("task", "")
-    except (tomllib.TOMLDecodeError, AttributeError) as error:
+        tree: Mapping[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise PackageError("plan", origin, expected=f"TOML ({error})") from error
-    if not (isinstance(task, str) and is_own(task)):
+    found = {}
+    for section, field in _NAMES.items():
+        fields = tree.get(section, {})
+        name = fields.get(field, "") if isinstance(fields, Mapping) else ""
+        if isinstance(name, str) and is_own(name):
+            found[section] = name.partition(":")[0]
+    if not found:
+        fields = ", ".join(".".join(each) for each in _NAMES.items())
         raise PackageError(
-            "data.task", task, expected="PACKAGE:NAME of an installed package: tasks of cloister need no pin"
+            "plan", origin, expected=f"PACKAGE:NAME of an installed package in one of {fields}"
         )
-    return task.partition(":")[0]
+    return found
 
 
-def pinned(text: str, version: str, sha256: str) -> str:
-    """A plan's text with the pin of its package; an earlier one is replaced."""
-    kept = _TABLE.sub("", text).rstrip()
-    return f'{kept}\n\n[data.package]\nversion = "{version}"\nsha256 = "{sha256}"\n'
+def pinned(text: str, pins: Mapping[str, tuple[str, str]]) -> str:
+    """A plan's text with the version and hash of a package for each section that names one; earlier ones go."""
+    parts = [_TABLE.sub("", text).rstrip()]
+    for section, (version, sha256) in pins.items():
+        parts.append(f'[{section}.package]\nversion = "{version}"\nsha256 = "{sha256}"')
+    return "\n\n".join(parts) + "\n"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.settings import InWords, Only, Section, Settings
-from cloister.protocol.plan.tasks import TASKS, Format, Kind, is_own, kind_of
+from cloister.protocol.plan.tasks import OWN, TASKS, Format, Kind, is_own, kind_of
 from cloister.protocol.plan.threshold import Parameters, Tolerance
 
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
@@ -59,6 +59,9 @@ SiteName = Annotated[
 ]
 
 ClassWeight = Annotated[float, Field(ge=1e-3, le=1e3)]
+
+OPTIMIZERS = ("adamw", "muon", "sgd")
+"""The optimizers of cloister."""
 
 GIVEN = "given:"
 """How a source begins of records that a Python program gave: what follows is their SHA-256 in hex."""
@@ -175,6 +178,16 @@ class AdapterSection(PlanSection):
     adapter stay float32. With `bfloat16` and `nf4`, arithmetic is in bfloat16."""
 
 
+class PackageSection(PlanSection):
+    """A package with a task, a class of models or an optimizer, as it is installed at every party (`cloister plan pin`
+    writes it)."""
+
+    version: Annotated[str, Field(min_length=1)]
+    """Its version."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), InWords("64 hexadecimal digits")]
+    """SHA-256 over the paths and contents of its installed files."""
+
+
 class ModelSection(PlanSection):
     """The language model, known to all parties."""
 
@@ -191,6 +204,16 @@ class ModelSection(PlanSection):
     fields have transformers' own defaults, which are those of large models."""
     tokenizer: Annotated[str, Field(min_length=1)] = "auto"
     """`auto` (the model's own; bytes for a `builtin:` model), `bytes`, or a folder or hub name."""
+    type: Annotated[
+        str, Field(pattern=rf"^({OWN})?$"), InWords("PACKAGE:NAME of an installed package, or nothing")
+    ] = ""
+    """A class of models that a package registers (docs/extend.md). `name` is then `builtin:` with the class's
+    `model_type`, or a folder or hub name of such a model. Empty: a class of transformers."""
+    package: Annotated[
+        PackageSection | None,
+        Only("model.type", but=("",), required="{ version, sha256 }, by cloister plan pin"),
+    ] = None
+    """The package of the class, as it must be installed at each party."""
     adapter: AdapterSection = AdapterSection()
     """Which parameters are trained and summed."""
 
@@ -202,23 +225,12 @@ class ModelSection(PlanSection):
         return "bytes" if self.name.startswith("builtin:") else self.name
 
 
-class PackageSection(PlanSection):
-    """A package with a task, as it is installed at every party (`cloister plan pin` writes it)."""
-
-    version: Annotated[str, Field(min_length=1)]
-    """Its version."""
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), InWords("64 hexadecimal digits")]
-    """SHA-256 over the paths and contents of its installed files."""
-
-
 class DataSection(PlanSection):
     """What a record looks like at every site, and how records become token sequences."""
 
     task: Annotated[
         str,
-        Field(
-            pattern=rf"^({'|'.join(TASKS)}|[A-Za-z0-9][A-Za-z0-9._-]{{0,99}}:[A-Za-z_][A-Za-z0-9_-]{{0,99}})$"
-        ),
+        Field(pattern=rf"^({'|'.join(TASKS)}|{OWN})$"),
         InWords(f"{', '.join(TASKS)}, or PACKAGE:NAME of an installed package"),
         Only("data.format", ("text",), when=("classify", "token-classify", "masked")),
         Only("data.format", ("prompt",), when=("choices", "sequence-to-sequence", "prefer")),
@@ -314,11 +326,6 @@ class DataSection(PlanSection):
         return kind_of(self.task, self.format)
 
     @property
-    def own_package(self) -> str:
-        """The package of the task; empty of a task of cloister."""
-        return self.task.partition(":")[0] if is_own(self.task) else ""
-
-    @property
     def label(self) -> str:
         """What a label stands for that is learned: a `token`, a `text`, a `word` or a `pair`."""
         return self.kind.label
@@ -378,11 +385,25 @@ class LocalSection(PlanSection):
     """Sequences in a micro-batch."""
     accumulation: Count = 1
     """Micro-batches whose gradients are averaged for an optimizer step."""
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    optimizer: Annotated[
+        str,
+        Field(pattern=rf"^({'|'.join(OPTIMIZERS)}|{OWN})$"),
+        InWords(f"{', '.join(OPTIMIZERS)}, or PACKAGE:NAME of an installed package"),
+    ] = "adamw"
     """`adamw`: AdamW. `muon`: Muon on the matrices of hidden layers, and AdamW on embeddings, the output layer, gains
     and biases. With an adapter Muon steps on the factors of hidden layers, and AdamW on a classifier's head. Muon
     orthogonalizes in float32 on a processor and in bfloat16 on a GPU, whatever `precision` is. `sgd`: SGD without
-    momentum, which keeps no state."""
+    momentum, which keeps no state. `PACKAGE:NAME`: another optimizer, which an installed package registers
+    (docs/extend.md)."""
+    package: Annotated[
+        PackageSection | None,
+        Only("local.optimizer", but=OPTIMIZERS, required="{ version, sha256 }, by cloister plan pin"),
+    ] = None
+    """The package of an optimizer PACKAGE:NAME, as it must be installed at each party."""
+    options: Annotated[Mapping[str, int | float | bool | str], Only("local.optimizer", but=OPTIMIZERS)] = (
+        Field(default_factory=dict)
+    )
+    """Settings of such an optimizer, by the names that it gives them."""
     learning_rate: Positive = 1e-3
     """Peak learning rate. Muon's steps are scaled to the size of AdamW's; its best rate can still be higher."""
     betas: Annotated[tuple[BelowOne, BelowOne], Only("local.optimizer", ("adamw", "muon"))] = (0.9, 0.95)
@@ -399,7 +420,7 @@ class LocalSection(PlanSection):
     """Learning rate at the end of the cosine, as a fraction of the peak."""
     clip_norm: NonNegative = 1.0
     """L2 norm to which the gradient of a step is clipped; 0 does not clip."""
-    optimizer_state: Annotated[Literal["reset", "keep"], Only("local.optimizer", ("adamw", "muon"))] = "reset"
+    optimizer_state: Annotated[Literal["reset", "keep"], Only("local.optimizer", but=("sgd",))] = "reset"
     """The optimizer's moments at the start of a round: `reset`, or `keep` the moments of the site's last round
     (DiLoCo). Under the secure sum either all sites of a round keep the moments of the same rounds, or no site keeps
     moments."""
@@ -416,8 +437,8 @@ class LocalSection(PlanSection):
 
     @property
     def bounded(self) -> bool:
-        """Whether the plan bounds the length of a step: SGD's only by `clip_norm`."""
-        return self.optimizer != "sgd" or self.clip_norm > 0
+        """Whether the plan bounds the length of a step; only `clip_norm` bounds SGD's or an own optimizer's."""
+        return self.optimizer in ("adamw", "muon") or self.clip_norm > 0
 
     def step_limits(self) -> tuple[int, int]:
         """Fewest and most optimizer steps of a site in a round; both are `steps` with `balance = "fixed"`."""
@@ -895,6 +916,18 @@ class Plan(PlanSection):
     """How one machine simulates the federation."""
     faults: FaultsSection = FaultsSection()
     """Faults that a simulation injects."""
+
+    def registered(self) -> Iterator[tuple[str, str, PackageSection]]:
+        """What the plan names of installed packages: the field, PACKAGE:NAME, and the package as it must be."""
+        named = (
+            ("data.task", self.data.task, self.data.package),
+            ("model.type", self.model.type, self.model.package),
+            ("local.optimizer", self.local.optimizer, self.local.package),
+        )
+        for field, name, package in named:
+            if is_own(name):
+                assert package is not None, "a sound plan has it"
+                yield field, name, package
 
     def digest(self) -> str:
         """SHA-256, in hex, over the canonical JSON of what the parties agree on (not `[simulation]` and `[faults]`)."""

@@ -84,9 +84,13 @@ _BY_TASK = {
 _OWN = Kind("record", "records", "record", "label", windows=False, used="", model="model", writes="")
 
 
-def is_own(task: str) -> bool:
-    """Whether a task is that of an installed package, not of cloister."""
-    return ":" in task
+OWN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}:[A-Za-z_][A-Za-z0-9_-]{0,99}"
+"""PACKAGE:NAME, as a pattern: what an installed package registers under a name."""
+
+
+def is_own(name: str) -> bool:
+    """Whether a task, an optimizer or a class of models is that of an installed package, not of cloister."""
+    return ":" in name
 
 
 def kind_of(task: str, form: Format) -> Kind:

@@ -40,10 +40,14 @@ class Place:
         self.folder, self.site = folder, folder / "installed"
         package = folder / "stay"
         (package / "stay").mkdir(parents=True)
-        (package / "pyproject.toml").write_text(blocks("toml")[0])
+        entry_points = [block for block in blocks("toml")[1:] if "entry-points" in block]
+        assert len(entry_points) == 2
+        (package / "pyproject.toml").write_text("\n".join([blocks("toml")[0], *entry_points]))
         (package / "stay" / "__init__.py").touch()
-        task, test = blocks("python")
+        task, test, model, optimizer = blocks("python")
         (package / "stay" / "days.py").write_text(task)
+        (package / "stay" / "bag.py").write_text(model)
+        (package / "stay" / "lion.py").write_text(optimizer)
         (folder / "test_days.py").write_text(test)
         (folder / "plan.toml").write_text(PLAN)
         notes = ({"text": f"bed {bed}: " + "walked " * (bed % 7), "days": bed % 9} for bed in range(60))
@@ -91,7 +95,7 @@ def test_the_page_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "stay" / "stay" / "days.py").write_text("raise SystemExit(7)\n" + blocks("python")[0])
     place.install()
     refused = place.cloister("simulate", "plan.toml", "--out", "again", code=2)
-    assert "data.package" in refused
+    assert "data.task" in refused
     # A loss that couples rows is found.
     coupled = blocks("python")[0].replace("(error * (targets >= 0)).sum(1)", "(error * error.mean()).sum(1)")
     (tmp_path / "stay" / "stay" / "days.py").write_text(coupled)
@@ -99,3 +103,51 @@ def test_the_page_as_it_stands(tmp_path: Path) -> None:
     assert "beside other rows" in place.run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_days.py", code=1
     )
+
+
+CLASSES = """[data]
+task = "classify"
+classes = ["calm", "ill"]
+sequence_length = 32
+held_out = 0.2
+{}
+[cohort]
+sites = 3
+[run]
+rounds = 3
+[aggregation]
+colluders = 0.25
+[simulation]
+source = "labels.jsonl"
+"""
+
+
+@pytest.mark.slow
+def test_the_model_and_the_optimizer_of_the_page(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    model, optimizer = (block for block in blocks("toml") if "[model]" in block or "[local]" in block)
+    tail = f'{model}\n{optimizer}steps = 8\nlearning_rate = 0.02\noptimizer_state = "keep"\n'
+    (tmp_path / "plan.toml").write_text(CLASSES.format(tail))
+    words = ("slept", "calm"), ("fever", "ill")
+    pairs = ((bed, *words[bed % 2]) for bed in range(90))
+    named = ({"text": f"bed {bed}: {word} {word}", "label": label} for bed, word, label in pairs)
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(text) + "\n" for text in named))
+    refused = place.cloister("plan", "check", "plan.toml", code=2)
+    assert "model.package" in refused
+    place.cloister("plan", "pin", "plan.toml")
+    told = place.cloister("simulate", "plan.toml", "--out", "run", "--json", "--workers", "1")
+    found = json.loads(next(line for line in told.splitlines() if line.startswith("{")))
+    assert found["accuracy"] == 1.0
+    assert "ill" in place.cloister("predict", "run", "--text", "bed 5: fever fever")
+    place.cloister("export", "run", "exported")
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "bag"
+    # A file of the package changes: neither the model nor the optimizer is imported.
+    for module in ("bag", "lion"):
+        file = tmp_path / "stay" / "stay" / f"{module}.py"
+        before = file.read_text()
+        file.write_text("raise SystemExit(7)\n" + before)
+        place.install()
+        assert "model.type" in place.cloister("predict", "run", "--text", "fever", code=2)
+        file.write_text(before)
+    place.install()
+    place.cloister("predict", "run", "--text", "fever")

@@ -79,11 +79,11 @@ def test_the_hash_is_of_what_is_imported_and_not_of_where(package: Package) -> N
 def test_nothing_of_another_package_is_imported(package: Package) -> None:
     pin = package.pin
     package.put("own.py", "raise SystemExit\n")
-    with raises(PackageError, "data.package"):
-        load("cloister.tasks", package.name, "own", pin)
+    with raises(PackageError, "data.task"):
+        load("data.task", "cloister.tasks", f"{package.name}:own", pin)
     assert f"{package.name}.own" not in sys.modules
-    with raises(PackageError, "data.package"):
-        check(package.name, ("1.1", package.pin[1]))
+    with raises(PackageError, "data.task"):
+        check("data.task", package.name, ("1.1", package.pin[1]))
 
 
 def test_a_task_is_what_a_package_registers_as_one(package: Package) -> None:
@@ -91,8 +91,8 @@ def test_a_task_is_what_a_package_registers_as_one(package: Package) -> None:
     assert type(task_of(plan.data)).__module__ == f"{package.name}.own"
     for name in ("other", "absent"):
         with raises(PackageError, "data.task"):
-            load("cloister.tasks", package.name, name, package.pin)
-    with raises(PackageError, "data.task"):
+            load("data.task", "cloister.tasks", f"{package.name}:{name}", package.pin)
+    with raises(PackageError, "package"):
         installed("no-such-package")
     with raises(PlanError, "data.package"):
         parse(f'[data]\ntask = "{package.name}:own"')
@@ -141,10 +141,10 @@ def test_a_site_runs_only_what_its_policy_lists(package: Package, tmp_path: Path
 
 def test_a_process_imports_one_version_of_a_package(package: Package) -> None:
     before = package.pin
-    load("cloister.tasks", package.name, "own", before)
+    load("data.task", "cloister.tasks", f"{package.name}:own", before)
     package.put("own.py", f"{CODE}\n\nclass Another(Own):\n    pass\n")
-    with raises(PackageError, "data.package"):
-        load("cloister.tasks", package.name, "own", package.pin)
+    with raises(PackageError, "data.task"):
+        load("data.task", "cloister.tasks", f"{package.name}:own", package.pin)
 
 
 SHAPED = f"""import numpy as np
@@ -180,6 +180,6 @@ def test_a_site_refuses_a_package_that_is_installed_in_place(
     federation = Federation(tmp_path / "sites", plan_of(package))
     forget(package)
     policy = f'units = ["none"]\nsecure_required = false\nleast_cohort = 1\npackages = ["{package.name}"]\n'
-    with raises(PackageError, "data.package"):
+    with raises(PackageError, "data.task"):
         federation.site(policy=policy).join(federation.join_request())
     assert "own_in_place.own" not in sys.modules
