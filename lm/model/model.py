@@ -466,7 +466,20 @@ def from_pretrained(
             place.name,
             f"a checkpoint with every parameter in its shape, but {max(len(absent), 1)} are not ({named})",
         )
+    _own_memory(module)
     return cast("PreTrainedModel", module)
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Give each parameter and buffer contiguous memory of its own, aligned by torch.
+
+    A checkpoint's tensors are views of its file: of the file's alignment and strides, perhaps two of one memory, and
+    with a mapped file they change as it does. All of that is in the file and not in the values, whose digest the sites
+    of a sum compare (`origin.py`); but steps on two parameters of one memory are other steps, and products of other
+    alignment round differently. Tied weights are one parameter, and stay so.
+    """
+    for each in (*module.parameters(), *module.buffers()):
+        each.data = each.data.clone(memory_format=torch.contiguous_format)
 
 
 def _check_fits(plan: Plan, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,7 +6,8 @@ what the sites of a secure sum sign (`clients/site.py`, `server/sum/sum.py`), of
 a site carries from round to round: masks of sites with other models do not cancel.
 
 It is of what was loaded, in the memory of this process, and not of files: which files a library reads follows from
-their contents, and they may change between two readings. Weights that are all trained are not in it: each round's
+their contents, and they may change between two readings. The memory is the process's own (`model.py`), so that no more
+of a file than its values reaches training. Weights that are all trained are not in it: each round's
 global model replaces them.
 """
 

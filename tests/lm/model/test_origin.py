@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, PreTrainedModel
 
-from cloister.lm.model.model import from_config
+from cloister.lm.model.model import from_config, from_pretrained, locate
 from cloister.lm.model.origin import origin
 from cloister.lm.tasks.auto import CAUSAL
 from cloister.lm.text.tokenizer import byte_tokenizer, load_tokenizer
@@ -103,3 +103,67 @@ def test_the_frozen_factor_of_an_adapter_is_that_of_the_plan_and_not_in_the_dige
     assert origin(SECTION, adapter, TOKENIZER, trained) == known
     next(value for name, value in adapter.named_parameters() if "q_proj.base_layer" in name).data += 1e-6
     assert origin(SECTION, adapter, TOKENIZER, trained) != known
+
+
+# --- the memory of what was loaded ------------------------------------------------------------------------------------
+
+
+def as_one_memory(folder: Path) -> None:
+    """Two parameters of equal values are one storage in the file."""
+    values = model_of_equal_projections().state_dict()
+    values["model.layers.0.mlp.gate_proj.weight"] = values["model.layers.0.mlp.up_proj.weight"]
+    as_bin(folder, values)
+
+
+def transposed(folder: Path) -> None:
+    values = model_of_equal_projections().state_dict()
+    as_bin(folder, {name: each.T.contiguous().T if each.ndim == 2 else each for name, each in values.items()})
+
+
+def as_bin(folder: Path, values: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(values, folder / "pytorch_model.bin")
+
+
+def longer_header(folder: Path) -> None:
+    """The tensors begin elsewhere in the file, at an address that no vector instruction likes."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, rest = content[8 : 8 + size], content[8 + size :]
+    file.write_bytes((size + 4).to_bytes(8, "little") + header + b"    " + rest)
+
+
+def model_of_equal_projections() -> PreTrainedModel:
+    module = model()
+    mlp = module.get_submodule("model.layers.0.mlp")
+    mlp.get_parameter("gate_proj.weight").data.copy_(mlp.get_parameter("up_proj.weight").data)
+    return module
+
+
+@pytest.mark.parametrize("stored", [lambda folder: None, as_one_memory, transposed, longer_header])
+def test_how_a_file_stores_the_values_does_not_reach_training(
+    stored: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """The digest is of the values alone, and the memory of two tensors, or its strides, decide steps on them too."""
+    for name in ("as it is", "stored"):
+        model_of_equal_projections().save_pretrained(tmp_path / name)
+    stored(tmp_path / "stored")
+    plain, module = (from_pretrained(locate(str(folder)), CAUSAL) for folder in sorted(tmp_path.iterdir()))
+    held = [*module.parameters(), *module.buffers()]
+    assert len({each.untyped_storage().data_ptr() for each in held}) == len(held)
+    assert all(each.is_contiguous() and each.storage_offset() == 0 for each in held)
+    assert all(each.data_ptr() % 64 == 0 for each in held)
+    assert digest(module) == digest(plain)
+
+
+def test_a_file_that_is_written_over_changes_no_loaded_model(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    module = from_pretrained(locate(str(tmp_path)), CAUSAL)
+    known = digest(module)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(-64, 2)
+        file.write(bytes(64))
+    assert size > 64
+    assert digest(module) == known
