@@ -1,15 +1,17 @@
 """Records that a Python program gives to a simulation: for each site, and public ones.
 
 They are read once, into memory. Those of a site go to its folder in the run folder, the public ones to `given/`, so a
-run goes on without the objects. In place of a source the plan has `given:` and the SHA-256 of the records: those of
-the sites by name, in the order and the form in which they are written.
+run goes on without the objects. In place of a source the plan has `given:` and, of public records, their SHA-256, in
+the order and the form in which they are written. Of the sites' records it has a name drawn for the run: plan and report
+go to others, and a hash without a key tells those who know all records but one what that one is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +62,12 @@ class Given:
                 changes[field] = str(Path(value).absolute()) if Path(value).exists() else str(value)
             elif value is not None:
                 objects[field] = given_records(value, kind)
-                changes[field] = GIVEN + _digest({"": objects[field]})
+                changes[field] = GIVEN + _digest(objects[field])
         read: dict[str, Records] = {}
         if sites is not None:
             read = {name: given_records(sites[name], f"sites[{name!r}]") for name in sorted(sites)}
             changes |= {"cohort.sites": len(read), "simulation.sites": list(read)}
-            changes["simulation.source"] = GIVEN + _digest(read)
+            changes["simulation.source"] = GIVEN + secrets.token_hex(16)
         return cls(changed(plan, changes), read, objects)
 
     @property
@@ -85,20 +87,19 @@ class Given:
             write_records(path, records)
 
 
-def _digest(records: Mapping[str, Records]) -> str:
+def _digest(records: Records) -> str:
     digest = hashlib.sha256()
-    for name, own in records.items():
-        digest.update(f"{json.dumps(name)}\n".encode())
-        for record in own:
-            digest.update(f"{line_of(record)}\n".encode(errors="backslashreplace"))
+    for record in records:
+        digest.update(f"{line_of(record)}\n".encode(errors="backslashreplace"))
     return digest.hexdigest()
 
 
 def check_apart(plan: Contract, given: Given, theirs: Iterable[Record]) -> None:
     """Check that no record that a plan with a privacy unit names as public is one of its sites.
 
-    Two records are equal if what the plan learns from is: texts, prompts with completions, or messages. A public record
-    that is a part of a site's, or says the same in other words, is not found.
+    Two records are equal if what the plan or its public training learns from is, as one text without white space:
+    texts, words, prompts with completions, or contents of messages. A public record that is a part of a site's, or says
+    the same in other words, is not found.
 
     Args:
         plan: The plan.
@@ -110,7 +111,7 @@ def check_apart(plan: Contract, given: Given, theirs: Iterable[Record]) -> None:
     """
     if plan.privacy.unit == "none":
         return
-    known = {_content(record, plan.data) for record in theirs}
+    known = _contents(theirs, plan.data)
     evaluation = plan.server.evaluation
     sources = {
         "public.source": (plan.public.source, plan.public.split),
@@ -133,14 +134,14 @@ def check_other(plan: Contract, files: RunFiles, text: str, field: str) -> None:
         field: The option that named it.
     """
     sites = [str(files.sites.site(name) / "data.jsonl") for name in plan.simulation.sites]
-    known = {_content(record, plan.data) for path in sites for record in read_records(path)}
+    known = _contents((record for path in sites for record in read_records(path)), plan.data)
     if known:
         _check(corpus_records(text, field=field).records, known, plan.data, field)
 
 
-def _check(records: Iterable[Record], known: set[str], data: DataSection, field: str) -> None:
+def _check(records: Iterable[Record], known: Set[str], data: DataSection, field: str) -> None:
     for number, record in enumerate(records, 1):
-        if _content(record, data) in known:
+        if not known.isdisjoint(_contents([record], data)):
             raise DataError(
                 field,
                 expected=f"public records, and record {number} is also one of a site",
@@ -148,7 +149,27 @@ def _check(records: Iterable[Record], known: set[str], data: DataSection, field:
             )
 
 
-def _content(record: Record, data: DataSection) -> str:
-    """What a plan learns from in a record."""
-    learned = [present(record.get(field)) for field in task_of(data).content]
-    return json.dumps(learned, sort_keys=True, default=str)
+def _contents(records: Iterable[Record], data: DataSection) -> Set[str]:
+    """What a plan, and its public training, learns from in each record that has some of it."""
+    tasks = task_of(data), task_of(task_of(data).in_public())
+    read = [(task.data.task, task.content) for task in tasks]
+    found = set()
+    for record in records:
+        for task, fields in read:
+            learned = "".join("".join(_text(present(record.get(field))) for field in fields).split())
+            if learned:
+                found.add(f"{task}:{learned}")
+    return found
+
+
+def _text(value: Any) -> str:
+    """All text in a field's value, one after the other; of a message its content."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return _text(
+            value["content"] if "content" in value else [value[key] for key in sorted(value, key=str)]
+        )
+    if isinstance(value, list | tuple):
+        return "".join(map(_text, value))
+    return "" if value is None else json.dumps(value, default=str)

@@ -68,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
                 confidence=arguments.confidence,
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
             )
+    from cloister.clients.training.release import MUST_STAY
+
     if arguments.json:
-        print(json.dumps(asdict(found) | {"alarm": found.alarm}))
+        print(json.dumps(asdict(found) | {"alarm": found.alarm, MUST_STAY.replace(" ", "_"): True}))
     else:
         _print(found)
     if found.alarm:
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: Audited) -> None:
+    from cloister.clients.training.release import MUST_STAY
 
     row = found.row
     claims = f"{at_most(found.claimed)} for what was played, {at_most(found.claimed_run)} for the run"
@@ -104,6 +107,9 @@ def _print(found: Audited) -> None:
     ]
     if not found.alarm:
         lines.append("no alarm: the claim is not refuted, which does not prove it")
+    lines.append(
+        f"{MUST_STAY}: no charge covers these figures of the site's records; the report has the verdict"
+    )
     PipedConsole().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 

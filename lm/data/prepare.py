@@ -29,6 +29,7 @@ from cloister.lm.text.sequences import Sequences, shuffled
 from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
+from cloister.protocol.plan.tasks import is_own
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -147,9 +148,10 @@ def prepare(
     examples = task.examples(records, tokenizer, unusable)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    pieces = _learnable(examples, task, units, unusable, "" if evaluated else _owners(units, data))
+    owner = "" if evaluated else _owners(units, data)
+    pieces = _learnable(examples, task, units, unusable, owner, pad)
     if data.deduplicate:
-        pieces = _unique(pieces, unusable)
+        pieces = _unique(pieces, unusable, task, pad)
     if units is not None:
         *sides, used = _split_units(pieces, data, seed, units)
         parts = [_lay_out_units(side, task, pad, shared=bool(units.owner)) for side in sides]
@@ -254,7 +256,9 @@ def check_usable(
     """
     task, rule = task_of(plan.data), unit_rule(plan.data, plan.privacy)
     examples = task.examples(records, tokenizer, unusable)
-    found = _learnable(examples, task, rule, unusable, _owners(rule, plan.data))
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    found = _learnable(examples, task, rule, unusable, _owners(rule, plan.data), pad)
     if sum(1 for _ in itertools.islice(found, None if whole else 1)):
         return
     longest = plan.data.sequence_length * (rule.windows if rule is not None and plan.data.kind.windows else 1)
@@ -272,6 +276,7 @@ def _learnable(
     rule: UnitRule | None,
     unusable: Unusable,
     field: str,
+    pad: int,
 ) -> Iterator[tuple[bytes, list[Example]]]:
     """For each record that is used its owner, empty without owners, and its pieces with a learnable token.
 
@@ -283,13 +288,14 @@ def _learnable(
         rule: How records become units.
         unusable: Counts the records that cannot be used.
         field: The one that says who a record belongs to; empty without owners.
+        pad: The padding's token.
     """
     without_owner = f"without an owner in {field!r}, text or a whole number"
     for record, example in examples:
         owner = unusable.tried(without_owner, owner_of, record, field) if field else b""
         if owner is None:
             continue
-        learnable = unusable.tried("refused by the task", _pieces, example, task, rule)
+        learnable = unusable.tried("refused by the task", _pieces, example, task, rule, pad)
         if learnable is None:
             continue
         if learnable:
@@ -298,7 +304,7 @@ def _learnable(
             unusable.leave_out(_NOTHING_LEARNABLE)
 
 
-def _pieces(example: Example, task: Task, rule: UnitRule | None) -> list[Example]:
+def _pieces(example: Example, task: Task, rule: UnitRule | None, pad: int) -> list[Example]:
     """The pieces of a record of which something is learned."""
     length = task.data.sequence_length
     if rule is None:
@@ -307,11 +313,15 @@ def _pieces(example: Example, task: Task, rule: UnitRule | None) -> list[Example
         pieces = [task.cut(example, rule.windows * length)]
     else:
         pieces = [example.piece(at, at + length) for at in range(0, len(example), length)]
-    return [piece for piece in pieces if task.rows(piece).any()]
+    pieces = [piece for piece in pieces if task.rows(piece).any()]
+    if is_own(task.data.task):  # what raises for one of them is found here, where the record can be left out
+        for piece in pieces:
+            _rows(piece, task, pad)
+    return pieces
 
 
 def _unique(
-    made: Iterable[tuple[bytes, list[Example]]], unusable: Unusable
+    made: Iterable[tuple[bytes, list[Example]]], unusable: Unusable, task: Task, pad: int
 ) -> Iterator[tuple[bytes, list[Example]]]:
     """Records without those of their pieces that an earlier record of their owner has; without empty records.
 
@@ -324,7 +334,9 @@ def _unique(
         new = []
         for piece in pieces:
             labels = b"" if piece.labels is None else piece.labels.tobytes()
-            content = hashlib.sha256(_tokens(piece) + piece.role.tobytes() + labels).digest()
+            # Of cloister's tasks these are all that rows are made from; another may make them from `beside` too.
+            rows = _rows(piece, task, pad) if is_own(task.data.task) else b""
+            content = hashlib.sha256(_tokens(piece) + piece.role.tobytes() + labels + rows).digest()
             known = hashlib.sha256(len(owner).to_bytes(8) + owner + content).digest()
             if known not in seen:
                 seen.add(known)
@@ -333,6 +345,12 @@ def _unique(
             yield owner, new
         else:
             unusable.leave_out(_DUPLICATE)
+
+
+def _rows(piece: Example, task: Task, pad: int) -> bytes:
+    """What training sees of a piece."""
+    laid_out = task.lay_out([piece], pad, packing=False)
+    return laid_out.tokens.tobytes() + laid_out.labels.tobytes()
 
 
 def _split_units(

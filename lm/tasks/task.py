@@ -222,7 +222,7 @@ class Task(ABC):
             for number, record in enumerate(records, start=1):
                 place = unusable.place or f"record {number}"
                 # An own task may raise anything for a record, and that must tell nobody that the record is there.
-                texts = unusable.tried(_REFUSED, self.texts, tokenizer, unusable, place, record)
+                texts = unusable.tried(_REFUSED, self._checked_texts, tokenizer, unusable, place, record)
                 beside = unusable.tried(_REFUSED, self.beside, unusable, place, record) if texts else None
                 if texts is None or beside is None:
                     continue
@@ -242,6 +242,22 @@ class Task(ABC):
                 if example is not None:
                     unusable.place = place
                     yield record, example
+
+    def _checked_texts(
+        self, tokenizer: PreTrainedTokenizerBase, unusable: Unusable, place: str, record: Record
+    ) -> tuple[Text, ...] | None:
+        """As `texts`, which may be that of a package.
+
+        Raises:
+            DataError: they are no texts with spans.
+        """
+        texts = self.texts(tokenizer, unusable, place, record)
+        for text, spans in texts or ():
+            if not isinstance(text, str) or any(len(span) != 2 for span in spans):
+                raise DataError(
+                    place, type(text).__name__, expected="texts, each with the spans that are learned"
+                )
+        return texts
 
     # Examples -> sequences.
 

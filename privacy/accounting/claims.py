@@ -77,6 +77,8 @@ def charged_unit(plan: Plan) -> str:
         grouped = data.field and way in ("natural", "auto")  # in order of size
         fixed = (data.sites or grouped) and not data.public
         drawn = "" if fixed else f", drawn with seed {plan.run.seed}, without a share of {data.public!r}"
+        if data.sites:  # no figure of their records is in a charge: it would tell what they are
+            return f"one site of {', '.join(data.sites)}, with the records that it was given{drawn}"
         return f"one site of {plan.cohort.sites} of {data.source} ({data.split}), {way}{by}{drawn}"
     if plan.privacy.unit == "owner":
         return f"one owner, named by the field {plan.data.owner!r}"
@@ -84,7 +86,9 @@ def charged_unit(plan: Plan) -> str:
         tokenizer, field = plan.model.tokenizer_name, plan.data.text_field
         if plan.model.revision != ModelSection().revision:  # another one may have another tokenizer
             tokenizer += f" at {plan.model.revision}"
-        return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}"
+        # Other tasks take places of a window for tokens of their own.
+        made = "" if plan.data.task == "causal" and plan.data.format == "text" else f" for {plan.data.task}"
+        return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}{made}"
     return f"one {thing(plan)}"
 
 

@@ -128,6 +128,14 @@ def rate(what: str, drawn: int, places: int, charged: float) -> Check:
     return Check(what, drawn / places, charged, min(1.0, 2 * min(tails)), seen)
 
 
+def _digits(value: float, digits: int) -> float:
+    """A positive number in so many decimal digits, rounded up: a probability stays at least what it is."""
+    if value <= 0:
+        return value
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return float(f"{math.ceil(value / step) * step:.{digits}g}")
+
+
 class Draws:
     """The units of many steps: each is drawn in each step with probability q, on its own.
 
@@ -210,7 +218,11 @@ class Draws:
         return Check("most units that two steps share", most, self.sizes.size * charged**2, p)
 
     def _sizes(self, charged: float) -> Check:
-        """The spread of the sizes of batches, with the other units, over what is expected."""
+        """The spread of the sizes of batches, with the other units, over what is expected.
+
+        It is said in two digits: since sizes are whole numbers, the number of other units, which is not public, follows
+        from all digits. Few digits tell less, not nothing: the figure stays with who has the records.
+        """
         units = self.sizes.size + self._beside
         law = binom(units, charged)
         mean, variance = law.stats()
@@ -228,7 +240,9 @@ class Draws:
         exponents = ((-_STEEPEST * float(variance), 0.0), (0.0, 0.5))  # of the lower and the upper tail
         tails = (minimize_scalar(bound, bounds=each, method="bounded").fun for each in exponents)
         p = min(1.0, 2 * (outside + math.exp(min(0.0, *tails))))
-        return Check("spread of the sizes of batches", math.sqrt(found / self._steps), 1.0, p)
+        return Check(
+            "spread of the sizes of batches", _digits(math.sqrt(found / self._steps), 2), 1.0, _digits(p, 1)
+        )
 
     def _together(self, charged: float) -> Check:
         """The distance at which units are drawn together most often, over what is expected."""

@@ -64,7 +64,7 @@ OPTIMIZERS = ("adamw", "muon", "sgd")
 """The optimizers of cloister."""
 
 GIVEN = "given:"
-"""How a source begins of records that a Python program gave: what follows is their SHA-256 in hex."""
+"""How a source begins of records that a Python program gave. What follows is a name for them, in hex."""
 
 SMALLEST_COHORT = 3
 """Fewest sites whose sum hides each of them from the others."""
@@ -787,8 +787,8 @@ class SimulationSection(PlanSection):
     or a text that the package has. These are `builtin:python-docs`, `builtin:python-stdlib`, `builtin:python-passages`
     (texts with a label), `builtin:python-functions` (functions in parts), `builtin:clinical-notes` and
     `builtin:clinical-letters` (made-up texts with entities). A single .txt file is split at blank lines into paragraphs
-    (without blank lines: into lines); in a folder each .txt file is one record. `given:` and a SHA-256 stands for
-    records that `cloister.simulate` was given for each site."""
+    (without blank lines: into lines); in a folder each .txt file is one record. `given:` and a drawn name stands
+    for records that `cloister.simulate` was given for each site."""
     sites: Annotated[
         tuple[SiteName, ...], Only("simulation.source", begins=GIVEN, required='["north", "south", "west"]')
     ] = ()

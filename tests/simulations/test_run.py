@@ -144,7 +144,6 @@ def test_runs_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     other = {name: records[::-1] for name, records in RECORDS.items()}
     second = simulated(out, plan, sites=other)
     assert second.outcome.params_sha256 != found
-    assert second.plan.simulation.source != first_source(RECORDS, plan)
     assert second.plan.digest() == plan.changed({"cohort.sites": 3}).digest()
     with raises(RunFolderError, str(out)):
         simulated(out, plan, sites=RECORDS)
@@ -153,12 +152,6 @@ def test_runs_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cloister.Run.open(tmp_path / "again").resume(quiet=True).outcome.params_sha256 == found
     assert (torch.get_num_threads(), gc.get_threshold()) == before
     assert capsys.readouterr().out == ""
-
-
-def first_source(sites: dict[str, Any], plan: cloister.Plan) -> str:
-    from cloister.simulations.given import Given
-
-    return Given.of(plan, sites).plan.simulation.source
 
 
 @pytest.mark.slow

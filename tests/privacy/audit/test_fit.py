@@ -398,3 +398,14 @@ def test_more_checks_than_share_the_probability_are_a_defect() -> None:
     with raises(AssertionError, "each check"):
         misfits((check,) * (MOST_CHECKS + 1))
     assert math.isclose(LEVEL, MISFIT / 18)
+
+
+@pytest.mark.parametrize("others", [30, 31, 10_100])
+def test_the_spread_of_the_sizes_of_batches_is_said_in_few_digits(others: int) -> None:
+    """All of them give the number of other units, since sizes are whole numbers."""
+    draws = Draws(np.ones(400, np.int64))
+    for drawn in range(3):
+        draws.see(np.arange(9 + drawn), others=others // 50, of=others)
+    (check,) = (each for each in draws.checks(0.02) if each.what.startswith("spread"))
+    assert check.found == float(f"{check.found:.2g}") > 0
+    assert check.p == float(f"{check.p:.1g}") > 0

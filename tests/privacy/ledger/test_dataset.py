@@ -274,9 +274,10 @@ def test_a_kept_update_is_not_sent_again_without_its_charge(tmp_path: Path, loss
 
 def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
     window = [*SETTINGS, "privacy.record=window"]
-    said = {charged_unit(tiny(*window, *change)) for change in ([], ["data.text_field=note"])}
-    assert len(said) == 2
-    assert "(bytes)" in min(said)
+    changes: tuple[list[str], ...] = ([], ["data.text_field=note"], ["data.task=masked"])
+    said = {charged_unit(tiny(*window, *change)) for change in changes}
+    assert len(said) == 3
+    assert all("(bytes)" in each for each in said)
 
 
 def test_divisions_that_differ_in_the_last_digit_are_other_units() -> None:

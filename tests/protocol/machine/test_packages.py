@@ -3,9 +3,11 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cloister.lm.data.prepare import prepare, unit_rule
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
@@ -168,6 +170,50 @@ def test_no_record_ends_the_preparation_of_an_own_task(package: Package) -> None
     made = list(task_of(data).examples(records, byte_tokenizer(), unusable))
     assert [record["codes"] for record, _ in made] == [[1, 2], []]
     assert unusable.left_out.total() == 2
+
+
+NAIVE = f"""import numpy as np
+from dataclasses import replace
+
+{CODE}
+    def texts(self, tokenizer, unusable, place, record):
+        return ((record["text"], [(0, 1)]),)
+
+    def beside(self, unusable, place, record):
+        return {{"beside": int(record["days"])}}
+
+    def lay_out(self, examples, pad, *, packing):
+        made = super().lay_out(examples, pad, packing=packing)
+        days = np.array([100 // each.beside for each in examples], np.int32)
+        return replace(made, labels=np.where(made.labels < 0, made.labels, days[:, None]))
+"""
+
+
+def test_no_record_of_a_naive_task_ends_the_preparation(package: Package) -> None:
+    """Neither by a text that is none, nor where its rows are laid out."""
+    package.put("own.py", NAIVE)
+    plan = plan_of(package, *DPSGD)
+    good = [{"text": f"some words {number}", "days": number} for number in range(1, 5)]
+    strange: list[Any] = [5, None, ["x"], {"a": 1}, True]
+    records = [*good, {"text": "no days", "days": 0}, *({"text": each, "days": 3} for each in strange)]
+    unusable = Unusable()
+    rule = unit_rule(plan.data, plan.privacy)
+    made = prepare(records, byte_tokenizer(), plan.data, seed=0, units=rule, unusable=unusable)
+    assert made.records == 4
+    assert unusable.left_out.total() == 6
+
+
+def test_records_that_a_task_lays_out_otherwise_are_not_the_same(package: Package) -> None:
+    """One record more would else take another with it, and neighbours differ by two units."""
+    package.put("own.py", NAIVE)
+    plan = plan_of(package, "data.deduplicate=true", *DPSGD)
+    rule = unit_rule(plan.data, plan.privacy)
+    rows = [
+        [{"text": "same words", "days": days} for days in (20, *others)] for others in ([], [50], [50, 20])
+    ]
+    made = [prepare(each, byte_tokenizer(), plan.data, seed=0, units=rule).train for each in rows]
+    assert [len(each) for each in made] == [1, 2, 2]
+    assert sorted(made[1].labels.max(1)) == [2, 5]
 
 
 def test_a_site_refuses_a_package_that_is_installed_in_place(

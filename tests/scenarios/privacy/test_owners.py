@@ -214,4 +214,5 @@ def test_an_audit_of_owners_raises_no_alarm(run: Path, capsys: pytest.CaptureFix
     assert main(["audit", str(run), "--json", "--canaries", "24"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert "24 gradient canaries among the owners of site-000" in found["what"]
+    assert found["must_stay_at_this_site"], "it is computed from the records, and no charge covers it"
     assert found["row"]["epsilon"] <= found["claimed"] == found["claimed_run"]

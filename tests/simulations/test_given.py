@@ -1,0 +1,94 @@
+"""Records that a program gives: how the plan names them, and that none of a site is public."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cloister.protocol.errors import DataError
+from cloister.protocol.plan.soundness import parse
+from cloister.simulations.given import Given, check_apart
+from cloister.tests.tools.raises import raises
+
+PRIVATE = {
+    "data.held_out": 0.0,
+    "aggregation.weighting": "uniform",
+    "aggregation.colluders": 0.25,
+    "privacy.unit": "record",
+    "privacy.noise_multiplier": 50.0,
+    "privacy.sampling_rate": 0.01,
+    "privacy.delta": 1e-6,
+    "server.evaluation": "none",
+    "public.source": "builtin:python-docs",
+    "public.steps": 3,
+}
+PROMPT = {"data.format": "prompt"}
+CHAT = {"data.format": "messages"}
+CLASSES = {"data.task": "classify", "data.classes": ["a", "b"]}
+SPANS = {"data.task": "token-classify", "data.classes": ["n"], "model.name": "builtin:bert"}
+PREFER = PROMPT | {"data.task": "prefer", "model.adapter.scheme": "lora", "model.adapter.rank": 2}
+
+
+def chat(*turns: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(turns)
+    return {
+        "messages": [
+            {"role": role, "content": turn, **more} for role, turn in zip(roles, turns, strict=False)
+        ]
+    }
+
+
+def given(
+    settings: dict[str, Any], private: dict[str, Any], public: dict[str, Any]
+) -> tuple[Given, list[Any]]:
+    sites = {name: [private] * 3 for name in "abcd"}
+    return Given.of(parse("").changed(PRIVATE | settings), sites, public=[public]), [private] * 12
+
+
+def longer(value: Any) -> Any:
+    """A record with other texts."""
+    if isinstance(value, dict):
+        texts = ("text", "prompt", "messages", "content")
+        return {name: longer(each) if name in texts else each for name, each in value.items()}
+    return [longer(each) for each in value] if isinstance(value, list) else f"{value} not"
+
+
+EQUAL: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"text": "is ill"}, {"text": "is ill", "more": 1}),
+    ({}, {"text": "is ill"}, {"text": " is\nill"}),
+    (PROMPT, {"prompt": "ab", "completion": "c"}, {"prompt": "a", "completion": "bc"}),
+    (CHAT, chat("Who?", "Me."), chat("Who?", "Me.", number=1)),
+    (CLASSES, {"text": "x y", "label": "a"}, {"text": "x y", "label": "b"}),
+    (SPANS, {"text": ["is", "ill"], "spans": ["O", "O"]}, {"text": "is ill", "spans": []}),
+    (
+        PREFER,
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "d"},
+    ),
+    (PREFER, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}),
+]
+
+
+@pytest.mark.parametrize(("settings", "private", "public"), EQUAL)
+def test_a_record_of_a_site_is_not_public_in_another_form(
+    settings: dict[str, Any], private: dict[str, Any], public: dict[str, Any]
+) -> None:
+    found, theirs = given(settings, private, public)
+    with raises(DataError, "public.source"):
+        check_apart(found.plan, found, theirs)
+
+
+@pytest.mark.parametrize(("settings", "private", "public"), EQUAL)
+def test_another_record_is(settings: dict[str, Any], private: dict[str, Any], public: dict[str, Any]) -> None:
+    found, theirs = given(settings, private, longer(public))
+    check_apart(found.plan, found, theirs)
+    found, theirs = given(settings, {"without": "a field"}, {"without": "a field"})
+    check_apart(found.plan, found, theirs)
+
+
+def test_the_name_of_the_records_of_sites_is_no_function_of_them() -> None:
+    """It is in the report and in the plan: a hash would tell who knows all records but one which that one is."""
+    names = [given({}, {"text": "is ill"}, {"text": "z"})[0].plan.simulation.source for _ in range(3)]
+    assert len(set(names)) == 3
+    assert all(name.startswith("given:") and len(name) == len(names[0]) for name in names)
