@@ -33,7 +33,7 @@ from cloister.lm.data.store import Store
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters
-from cloister.lm.tasks.registry import task_of, tokenizer_of
+from cloister.lm.tasks.registry import carried, take, task_of, tokenizer_of
 from cloister.lm.tasks.task import sample_line
 from cloister.lm.text.corpus import Corpus, check_corpus, corpus_records
 from cloister.lm.text.records import Records, Unusable, read_each
@@ -130,7 +130,7 @@ def simulate(
     if ray_address is not None:
         run_on_flower(
             app,
-            partial(make_client_app, sites.absolute(), plan),
+            partial(make_client_app, sites.absolute(), plan, carried(plan.data)),
             plan.cohort.sites,
             ray_address,
             workers=workers,
@@ -139,7 +139,8 @@ def simulate(
             shared=folder.path,
         )
     else:
-        with local_grid(folder, partial(make_client_app, sites, plan), workers, watch) as grid:
+        make_app = partial(make_client_app, sites, plan, carried(plan.data))
+        with local_grid(folder, make_app, workers, watch) as grid:
             app(grid, Context(_RUN_ID, 0, {}, RecordDict(), {}))
             children = multiprocessing.active_children()
             peaks = [peak_rss(child.pid) for child in children if child.name.startswith("cloister ")]
@@ -285,8 +286,15 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
     return public
 
 
-def make_client_app(sites: Path, plan: Plan) -> ClientApp:
-    """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run."""
+def make_client_app(sites: Path, plan: Plan, task: bytes = b"") -> ClientApp:
+    """The `ClientApp` of every simulated site of a run; in a worker process, which serves no other run.
+
+    Args:
+        sites: The folder of the sites.
+        plan: The plan.
+        task: Its task, if a Python program gave the class (`lm.tasks.registry.carried`).
+    """
+    take(plan.data, task)
     sync_to_disk(plan.simulation.durable)
     return client_app(partial(_site_of, sites, plan), explain=one_line)  # one machine, one owner
 

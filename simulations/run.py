@@ -7,7 +7,7 @@ The command line executes runs by the same `execute`. No signal handler is insta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan as Contract
-from cloister.protocol.plan.soundness import Plan
+from cloister.protocol.plan.soundness import Plan, changed
 from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_plan
 from cloister.server.record.progress import Preparing
 
 if TYPE_CHECKING:
+    from cloister.lm.tasks.registry import Pin
+    from cloister.lm.tasks.task import Task
     from cloister.server.display import LineDisplay
     from cloister.server.record.outcome import Outcome
     from cloister.simulations.given import Given
@@ -37,6 +39,7 @@ def simulate(
     workers: int | None = None,
     ray_address: str | None = None,
     quiet: bool = False,
+    task: type[Task] | None = None,
 ) -> Run:
     """Simulate a whole federation on this machine, or a Ray cluster, and return the finished run.
 
@@ -53,12 +56,28 @@ def simulate(
         workers: Worker processes; None: as many as the hardware allows.
         ray_address: HOST:PORT of a running Ray cluster, whose nodes share the run folder.
         quiet: Show nothing.
+        task: A class of task that no package registers (docs/extend.md). The plan names it and the hash of its source;
+            a deployment refuses such a plan.
 
     Raises:
         CloisterError: the run was refused, and then leaves no folder, or it stopped, and can be resumed.
     """
     from cloister.simulations.given import Given
 
+    if task is not None:
+        with _using(task) as pin:
+            package = {"version": "object", "sha256": pin.sha256}
+            plan = changed(plan, {"data.task": pin.task, "data.package": package})
+            return simulate(
+                plan,
+                sites=sites,
+                public=public,
+                evaluation=evaluation,
+                out=out,
+                workers=workers,
+                ray_address=ray_address,
+                quiet=quiet,
+            )
     given = Given.of(plan, sites, public=public, evaluation=evaluation)
     path = free_path(Path("runs"), plan.run.name) if out is None else Path(out)
     with RunFolder.create(path, given.plan) as folder:
@@ -88,14 +107,28 @@ class Run:
         return f"cloister.Run.open({str(self.folder)!r})"
 
     def resume(
-        self, *, workers: int | None = None, ray_address: str | None = None, quiet: bool = False
+        self,
+        *,
+        workers: int | None = None,
+        ray_address: str | None = None,
+        quiet: bool = False,
+        task: type[Task] | None = None,
     ) -> Run:
         """Go on after the last round that was done, to the end; of a finished run nothing is left to do.
+
+        Args:
+            workers: As for `simulate`.
+            ray_address: As for `simulate`.
+            quiet: As for `simulate`.
+            task: The class that `simulate` was given, with the same source.
 
         Raises:
             CloisterError: the run stopped again; or another process works in the folder, or it was deployed.
         """
-        with reopened(self.folder) as folder:
+        with ExitStack() as context:
+            if task is not None:
+                context.enter_context(_using(task))
+            folder = context.enter_context(reopened(self.folder))
             _execute_shown(folder, workers, ray_address, quiet=quiet)
         return self
 
@@ -290,6 +323,13 @@ def _lay_out(folder: RunFolder, given: Given) -> None:
     except BaseException:
         folder.discard()
         raise
+
+
+def _using(task: type[Task]) -> AbstractContextManager[Pin]:
+    """The context in which this process knows a class of task."""
+    from cloister.lm.tasks.registry import using
+
+    return using(task)
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.lm.data.prepare import Prepared, prepare, unit_rule
 from cloister.lm.model.model import load_model
-from cloister.lm.tasks.registry import trying
+from cloister.lm.tasks.registry import Pin, using
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.evaluate import to_device
@@ -28,14 +28,14 @@ def check(
 ) -> None:
     """As `testing.check_per_unit_gradients`."""
     assert len(records) > 2, "three records or more are needed to see that none depends on another"
-    with trying(task) as name:
+    with using(task, Pin(f"tried:{task.__name__}", "0" * 64)) as (name, sha256):
         settings = {"held_out": 0.0, "sequence_length": 32, **data}
         plan = parse("").changed(
             {
                 "model.name": model,
                 "model.config": _SMALL if model == "builtin:llama" else {},
                 "data.task": name,
-                "data.package": {"version": "tried", "sha256": "0" * 64},
+                "data.package": {"version": "tried", "sha256": sha256},
                 **{f"data.{field}": value for field, value in settings.items()},
                 "local.batch_size": 4,
                 "aggregation.weighting": "uniform",

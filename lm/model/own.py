@@ -23,9 +23,10 @@ def know(plan: Plan) -> Mapping[str, str]:
         PackageError: the package is absent, or another one than the plan names; or its name is no class of models for
             the plan's task.
     """
-    section, auto = plan.model, task_of(plan.data).auto
+    section = plan.model
     if not section.type:
         return {}
+    auto = task_of(plan.data).auto
     assert section.package is not None, "a sound plan names its version and files"
     found = load(
         "model.type", "cloister.models", section.type, (section.package.version, section.package.sha256)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.choices import Choices
@@ -46,27 +50,90 @@ def task_of(data: DataSection) -> Task:
 def _class_of(data: DataSection) -> type[Task]:
     if not is_own(data.task):
         return TASKS[data.task]
-    if data.task in _TRIED:
-        return _TRIED[data.task]
     assert data.package is not None, "a sound plan names its version and files"
+    if (own := _OBJECTS.get((data.task, data.package.sha256))) is not None:
+        return own
+    if data.task.startswith(OBJECT):
+        raise PackageError(
+            "data.task",
+            data.task,
+            expected="a task of a package; a class that a program gave is known to the simulation that it gave it to",
+            fix="give it again, with the same source: run.resume(task=...)",
+        )
     found = load("data.task", "cloister.tasks", data.task, (data.package.version, data.package.sha256))
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise PackageError("data.task", data.task, expected="a subclass of cloister.lm.tasks.task.Task")
     return found
 
 
-_TRIED: dict[str, type[Task]] = {}
+_OBJECTS: dict[tuple[str, str], type[Task]] = {}
+"""Classes that a Python program gave and no package registers, by name and SHA-256, in this process alone."""
+
+
+class Pin(NamedTuple):
+    """What stands in a plan for a class that is no package's."""
+
+    task: str
+    sha256: str
+
+    @classmethod
+    def of(cls, task: type[Task]) -> Pin:
+        """The name and the SHA-256, in hex, of the source of a class. What it inherits and imports is not covered.
+
+        Raises:
+            PackageError: its source is not known, as of a class that was typed in at a prompt.
+        """
+        try:
+            source = inspect.getsource(task)
+        except (OSError, TypeError) as error:
+            raise PackageError(
+                "task",
+                task.__name__,
+                expected="a class whose source Python knows",
+                fix="write it into a file",
+            ) from error
+        return cls(f"{OBJECT}{task.__name__}", hashlib.sha256(source.encode()).hexdigest())
+
+
+OBJECT = "object:"
+"""How the name of such a class begins in a plan."""
 
 
 @contextmanager
-def trying(task: type[Task]) -> Iterator[str]:
-    """The name by which a plan names a class that no package registers yet, in this process and context alone."""
-    name = f"tried:{task.__name__}"
-    _TRIED[name] = task
+def using(task: type[Task], pin: Pin | None = None) -> Iterator[Pin]:
+    """A context in which a class is what a plan names by its pin, in this process."""
+    pin = pin or Pin.of(task)
+    _OBJECTS[pin] = task
     try:
-        yield name
+        yield pin
     finally:
-        _TRIED.pop(name, None)
+        _OBJECTS.pop(pin, None)
+
+
+def carried(data: DataSection) -> bytes:
+    """The class that a plan names by a pin, by value, for `take` in another process; empty of any other task."""
+    if not data.task.startswith(OBJECT):
+        return b""
+    import cloudpickle
+
+    task = _class_of(data)
+    module = sys.modules[task.__module__]
+    # By value also from a module, which the other process may not find.
+    apart = module.__name__ != "__main__" and not module.__name__.startswith("cloister.")
+    if apart:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(task))
+    finally:
+        if apart:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def take(data: DataSection, task: bytes) -> None:
+    """Let this process know a class that `carried` gave; nothing if it gave none."""
+    if task:
+        assert data.package is not None, "a sound plan has a pin"
+        _OBJECTS[Pin(data.task, data.package.sha256)] = pickle.loads(task)
 
 
 def tokenizer_of(plan: Plan) -> PreTrainedTokenizerBase:

@@ -12,10 +12,18 @@ from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]  # it ships no types
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 import cloister
+from cloister.lm.tasks.causal import Causal
+from cloister.lm.tasks.registry import using
 from cloister.lm.text.corpus import given_records
-from cloister.protocol.errors import AccountingError, DataError, PlanError, RunFolderError
+from cloister.lm.text.examples import Text
+from cloister.lm.text.records import Record, Unusable
+from cloister.protocol.errors import AccountingError, DataError, PackageError, PlanError, RunFolderError
+from cloister.server.display import LineDisplay
+from cloister.server.record.progress import Event, RoundStarted
+from cloister.tests.parties.federation import Federation
 from cloister.tests.tools.raises import raises
 
 RECORDS = {
@@ -213,3 +221,57 @@ def test_ctrl_c_leaves_a_run_that_goes_on(small_plan: Path, whole: dict[str, Any
     with raises(RunFolderError, str(out)):
         run.model()
     assert run.resume(workers=1, quiet=True).outcome.params_sha256 == whole["params_sha256"]
+
+
+class Backwards(Causal):
+    """Texts from their end."""
+
+    def texts(
+        self, tokenizer: PreTrainedTokenizerBase, unusable: Unusable, place: str, record: Record
+    ) -> tuple[Text, ...] | None:
+        return super().texts(tokenizer, unusable, place, {"text": record["text"][::-1]})
+
+
+class Another(Backwards):
+    pass
+
+
+Another.__name__ = "Backwards"
+
+
+@pytest.mark.slow
+def test_a_task_that_is_given_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = cloister.Plan(**SMALL)
+    run = simulated(tmp_path / "run", plan, sites=RECORDS, task=Backwards)
+    turned = {name: [{"text": each["text"][::-1]} for each in own] for name, own in RECORDS.items()}
+    assert run.outcome.params_sha256 == simulated(tmp_path / "as", plan, sites=turned).outcome.params_sha256
+    assert run.plan.data.task == "object:Backwards"
+    assert run.plan.digest() != plan.changed({"cohort.sites": 3}).digest()
+    assert run.plan.data.package is not None
+    page, facts = run.report.write(tmp_path / "report")
+    assert run.plan.data.package.sha256 in facts.read_text() + page.read_text()
+    assert run.model().config.hidden_size == 16
+
+    # A run that was stopped does not go on without the class, or with another of its name.
+    def stop(display: LineDisplay, event: Event) -> None:
+        if isinstance(event, RoundStarted):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineDisplay, "event", stop)
+        with pytest.raises(KeyboardInterrupt):
+            simulated(tmp_path / "stopped", plan, sites=RECORDS, task=Backwards)
+    stopped = cloister.Run.open(tmp_path / "stopped")
+    for other in (None, Another):
+        with raises(PackageError, "data.task"):
+            stopped.resume(quiet=True, workers=1, task=other)
+    resumed = stopped.resume(quiet=True, workers=1, task=Backwards)
+    assert resumed.outcome.params_sha256 == run.outcome.params_sha256
+    # No site takes part in a deployment with it, whatever its policy lists, even if its process knows the class.
+    policy = 'units = ["none"]\nsecure_required = false\nleast_cohort = 1\npackages = ["object"]\n'
+    with using(Backwards):
+        federation = Federation(
+            tmp_path / "sites", run.plan.model_copy(update={"simulation": plan.simulation})
+        )
+        with raises(PackageError, "data.task"):
+            federation.site(policy=policy).join(federation.join_request())
