@@ -22,6 +22,7 @@ EXCEPTIONS: dict[str, str] = {
     "protocol/plan/plan.py:LocalSection": "a section of the plan: its attributes are its fields",
     "server/run.py:run": "the entry point: each parameter is a setting of its own, the body the order of a run",
     "server/sum/party.py:Party": "what all sums of a run share",
+    "simulations/run.py:simulate": "the public entry point: each parameter is a choice of its own",
 }
 """By file and name: why it may be larger."""
 

@@ -226,6 +226,7 @@ def test_a_forked_worker_uses_the_gpu(plan: str) -> None:
     subprocess.run([sys.executable, "-c", FORKED_AFTER, *preload], check=True)
 
 
+@pytest.mark.slow
 def test_no_preload_imports_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for a GPU, after which no forked process can use one."""
     adapted = parse("", ["model.adapter.scheme=ffa-lora"])
