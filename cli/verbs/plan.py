@@ -220,6 +220,7 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
     yield "local steps of a site in a round", f"{steps}{by[plan.local.balance]}"
     yield "to a site, each round", size(estimate.bytes_down)
     yield "from a site, each round", size(estimate.bytes_up)
+    yield "models and updates, all rounds", size(estimate.bytes_of_run)
     yield "memory at the coordinator, besides the program", size(estimate.coordinator_bytes)
     yield "tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}"
     if plan.aggregation.groups > 1:

@@ -33,6 +33,8 @@ class Cost:
     `cohort.mode = "async"` also one model for each site, because each may work on another one, and a sum for each model
     of which an update may be in the buffer. Replies that are being read come on top: shared segments in a simulation,
     mapped files behind the door."""
+    bytes_of_run: int
+    """Bytes of the models that go to sites and of the updates that come back, in all rounds, without counters."""
     tokens_per_round: int
     """The most tokens on which the updates in a round were trained."""
 
@@ -46,7 +48,8 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         trained: Those that are trained.
         summed: Those that a round trains and sums; None: all of them.
     """
-    layout = Sums(plan, trained if summed is None else summed, most=trained).training
+    summed = trained if summed is None else summed
+    layout = Sums(plan, summed, most=trained).training
     up = layout.length * plan.aggregation.ring_bits // 8
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
@@ -59,6 +62,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         vectors += plan.cohort.sites + (sums > 1)
     if plan.aggregation.ring_bits < 32:  # otherwise a sum becomes a mean in its own memory
         vectors += sums
+    arrays = trained * _FLOAT + summed * plan.aggregation.ring_bits // 8
     return Cost(
         parameters=parameters,
         trained_parameters=trained,
@@ -69,6 +73,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
         + vectors * trained * _FLOAT
         + buffers * trained * _DOUBLE
         + sums * up,
+        bytes_of_run=plan.run.rounds * updates * arrays,
         tokens_per_round=plan.most_tokens() * updates,
     )
 
