@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import linecache
 import pickle
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cloister.lm.tasks.causal import Causal
@@ -83,16 +86,34 @@ class Pin(NamedTuple):
         Raises:
             PackageError: its source is not known, as of a class that was typed in at a prompt.
         """
-        try:
-            source = inspect.getsource(task)
-        except (OSError, TypeError) as error:
+        source = _source_of(task)
+        if source is None:
             raise PackageError(
                 "task",
                 task.__name__,
                 expected="a class whose source Python knows",
                 fix="write it into a file",
-            ) from error
+            )
         return cls(f"{OBJECT}{task.__name__}", hashlib.sha256(source.encode()).hexdigest())
+
+
+def _source_of(task: type) -> str | None:
+    """The source of a class; of one in a notebook that of the last cell that has a class of its name."""
+    try:
+        return inspect.getsource(task)
+    except (
+        OSError,
+        TypeError,
+    ):  # Python looks for a class in the file of its module, and a notebook has none
+        cells = [
+            lines[2] for name, lines in linecache.cache.items() if len(lines) == 4 and not Path(name).exists()
+        ]
+    for cell in reversed(["".join(lines) for lines in cells]):
+        with suppress(SyntaxError):  # a cell may have more than Python
+            for node in ast.walk(ast.parse(cell)):
+                if isinstance(node, ast.ClassDef) and node.name == task.__name__:
+                    return ast.get_source_segment(cell, node)
+    return None
 
 
 OBJECT = "object:"

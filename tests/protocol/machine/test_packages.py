@@ -1,6 +1,7 @@
 """Installed packages: what of them is hashed, what is compared before an import, and what a site refuses."""
 
 import json
+import linecache
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from cloister.lm.data.prepare import prepare, unit_rule
-from cloister.lm.tasks.registry import task_of
+from cloister.lm.tasks.causal import Causal
+from cloister.lm.tasks.registry import Pin, task_of
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.protocol.errors import PackageError, PlanError, PolicyError
@@ -229,3 +231,18 @@ def test_a_site_refuses_a_package_that_is_installed_in_place(
     with raises(PackageError, "data.task"):
         federation.site(policy=policy).join(federation.join_request())
     assert "own_in_place.own" not in sys.modules
+
+
+def test_the_hash_of_a_class_in_a_notebook_is_of_its_newest_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+    hashes = []
+    for number, body in enumerate(("pass", "ends = False", "pass")):
+        cell, file = f"# a cell\nclass Cell(Causal):\n    {body}\n", f"/nowhere/ipykernel/{number}.py"
+        linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
+        names: dict[str, Any] = {"Causal": Causal, "__name__": "__main__"}
+        exec(compile(cell, file, "exec"), names)
+        assert Pin.of(names["Cell"]).task == "object:Cell"
+        hashes.append(Pin.of(names["Cell"]).sha256)
+    assert hashes[0] == hashes[2] != hashes[1]
+    with raises(PackageError, "task"):
+        Pin.of(type("NoCell", (Causal,), {"__module__": "__main__"}))
