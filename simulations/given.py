@@ -66,6 +66,7 @@ class Given:
         read: dict[str, Records] = {}
         if sites is not None:
             read = {name: given_records(sites[name], f"sites[{name!r}]") for name in sorted(sites)}
+            _check_columns(plan, sites, read)
             changes |= {"cohort.sites": len(read), "simulation.sites": list(read)}
             changes["simulation.source"] = GIVEN + secrets.token_hex(16)
         return cls(changed(plan, changes), read, objects)
@@ -85,6 +86,26 @@ class Given:
             path = Path(files.place(source[field]))
             path.parent.mkdir(exist_ok=True)
             write_records(path, records)
+
+
+def _check_columns(plan: Contract, sites: Mapping[str, Any], read: Mapping[str, Records]) -> None:
+    """Refuse a table whose owners or labels are fractional: one missing value makes all of a column so.
+
+    Raises:
+        DataError: there is one. Its records could not be used, and one record would have decided that.
+    """
+    fields = [plan.data.owner, plan.data.label_field if plan.data.kind.single else ""]
+    for name, records in read.items():
+        if isinstance(sites[name], str | Path | list | tuple):
+            continue
+        for field in filter(None, fields):
+            if any(isinstance(record.get(field), float) for record in records):
+                raise DataError(
+                    f"sites[{name!r}], column {field}",
+                    "fractional numbers",
+                    expected="texts or whole numbers; one missing value makes a whole column fractional",
+                    fix="convert the column to texts, or give a list of dictionaries",
+                )
 
 
 def _digest(records: Records) -> str:

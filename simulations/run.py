@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister.protocol.errors import CloisterError, RunFolderError, StorageError
+from cloister.protocol.errors import CloisterError, PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
@@ -64,6 +64,10 @@ def simulate(
     """
     from cloister.simulations.given import Given
 
+    if not isinstance(plan, Contract):
+        raise PlanError(
+            "plan", plan, expected="a cloister.Plan", fix="read one from a file: cloister.Plan.load(...)"
+        )
     if task is not None:
         with _using(task) as pin:
             package = {"version": "object", "sha256": pin.sha256}

@@ -99,7 +99,7 @@ class Admission:
                     field,
                     package,
                     expected="a package that is not installed in place, whose files change unseen",
-                    fix=f"install its wheel: pip install {package}",
+                    fix="install its wheel",
                 )
 
     def has_joined(self, plan: Plan, run: str) -> bool:

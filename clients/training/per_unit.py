@@ -15,7 +15,7 @@ from cloister.lm.model.model import load_model
 from cloister.lm.tasks.registry import Pin, using
 from cloister.lm.tasks.task import Task
 from cloister.lm.text.sequences import Sequences
-from cloister.lm.training.evaluate import to_device
+from cloister.lm.training.evaluate import Evaluator, to_device
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import parse
 
@@ -57,6 +57,7 @@ def check(
         trainer = PrivateTrainer(plan, loaded, _CPU)
         _check_losses(trainer, made.train)
         _check_gradients(trainer, made.train)
+        _check_evaluation(trainer, made.train)
 
 
 def _prepared(plan: Plan, tokenizer: Any, records: Sequence[Mapping[str, Any]]) -> Prepared:
@@ -112,3 +113,16 @@ def _check_gradients(trainer: PrivateTrainer, sequences: Sequences) -> None:
             assert torch.allclose(mine[0], single, rtol=1e-3, atol=1e-6), (
                 f"the gradient of record {unit + 1} for {name} is not that of its own mean loss"
             )
+
+
+def _check_evaluation(trainer: PrivateTrainer, sequences: Sequences) -> None:
+    task, tokenizer = trainer.task, trainer.model.tokenizer
+    evaluators = [
+        Evaluator(task, trainer.module, size, _CPU, tokenizer=tokenizer) for size in (1, len(sequences))
+    ]
+    alone, together = (each.held_out(sequences) for each in evaluators)
+    assert alone.counts == together.counts, (
+        f"the counters are {alone.counts} of rows one by one and {together.counts} of all rows together"
+    )
+    figures = task.figures(together)
+    assert isinstance(figures, dict), f"figures gives {type(figures).__name__}, not a dictionary"

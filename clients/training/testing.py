@@ -18,12 +18,13 @@ def check_per_unit_gradients(
     - The loss of a row is the same alone and beside other rows.
     - The gradient that DP-SGD clips is that of the record's mean loss, by a single backward pass, and does not depend
       on the records that are trained with it.
+    - The counters of an evaluation are the same of rows one by one and together, and `figures` takes them.
 
     Args:
         task: The class.
         records: Three records or more that it can use, of different contents and lengths.
         model: A `builtin:` model of the task's class.
-        **data: Fields of `[data]`, such as `sequence_length=32`.
+        **data: Fields of `[data]`, such as `sequence_length=32` or `options={"codes": "I10,E11"}`.
 
     Raises:
         AssertionError: one of these does not hold; the message says which.

@@ -61,7 +61,7 @@ def _class_of(data: DataSection) -> type[Task]:
             "data.task",
             data.task,
             expected="a task of a package; a class that a program gave is known to the simulation that it gave it to",
-            fix="give it again, with the same source: run.resume(task=...)",
+            fix="give it again to go on with the run: run.resume(task=...); for all else make a package of it",
         )
     found = load("data.task", "cloister.tasks", data.task, (data.package.version, data.package.sha256))
     if not (isinstance(found, type) and issubclass(found, Task)):

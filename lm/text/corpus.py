@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import math
 import os
 import re
 import sysconfig
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cloister.lm.text import notes
 from cloister.lm.text.records import Record, Records, check_source, read_records
@@ -89,11 +92,16 @@ def given_records(given: Any, field: str) -> Records:
     """
     if isinstance(given, str | os.PathLike):
         return corpus_records(os.fspath(given), field=field).records
-    if hasattr(given, "__arrow_c_stream__"):
+    rows: list[Record]
+    if hasattr(given, "itertuples"):
+        # Of pandas, row by row: Arrow would make one type of a column of objects, so that a row changed others.
+        found = given.itertuples(index=False, name=None)
+        rows = [dict(zip(map(str, given.columns), map(_plain, row), strict=True)) for row in found]
+    elif hasattr(given, "__arrow_c_stream__"):
         import pyarrow as pa  # type: ignore[import-untyped]  # it ships no types
 
         try:
-            rows: list[Record] = pa.table(given).to_pylist()
+            rows = pa.table(given).to_pylist()
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise DataError(
                 field, expected=f"a table whose columns have one type each ({one_line(error)})"
@@ -110,6 +118,16 @@ def given_records(given: Any, field: str) -> Records:
     if not rows:
         raise DataError(field, expected="at least one record")
     return rows
+
+
+def _plain(value: Any) -> Any:
+    """A value of a DataFrame as Python has it; None where there is none."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    missing = type(value).__name__ in ("NAType", "NaTType") or (
+        isinstance(value, float) and math.isnan(value)
+    )
+    return None if missing else value
 
 
 def check_corpus(source: str, *, field: str, split: str = "train") -> None:

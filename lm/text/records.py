@@ -278,10 +278,25 @@ def _listed(path: Path) -> list[Path]:
         _check_kind(path)
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in _KINDS and not file.name.startswith("."))
-    if {"state.json", "dataset_info.json"} <= {file.name for file in files}:
-        # A data set that `datasets` has saved: these two describe its Arrow files.
-        return [file for file in files if file.suffix == ".arrow"]
-    return files
+    return (
+        _saved(path, files) if {"state.json", "dataset_info.json"} <= {file.name for file in files} else files
+    )
+
+
+def _saved(path: Path, files: list[Path]) -> list[Path]:
+    """The files of a data set that `datasets` has saved in a folder; beside them it keeps what was made of them later.
+
+    Raises:
+        DataError: its `state.json` does not list them.
+    """
+    state = path / "state.json"
+    try:
+        names = {str(each["filename"]) for each in json.loads(state.read_bytes())["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "data", str(state), expected=f"the files of a saved data set ({one_line(error)})"
+        ) from error
+    return [file for file in files if file.name in names]
 
 
 def _check_name(source: str) -> None:

@@ -129,7 +129,23 @@ def load_tokenizer(model: ModelSection, *, ends: bool = True, masks: bool = Fals
                 fix='set model.name to a masked LM, or data.task = "causal"',
             )
         tokenizer.add_special_tokens({"mask_token": MASK})
-    return tokenizer
+    return tokenizer if name == "bytes" else _as_saved(tokenizer, field)
+
+
+def _as_saved(tokenizer: PreTrainedTokenizerBase, field: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that reads what a tokenizer saves.
+
+    The digest that sites compare is of what is saved. What was read from a file can have more in memory, such as two
+    words with one id, of which one is saved, and so cut texts otherwise under an equal digest.
+    """
+    name = tokenizer.name_or_path
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        again = read_tokenizer(field, folder, "main", local=True)
+    again.name_or_path = name
+    if "name_or_path" in again.init_kwargs:
+        again.init_kwargs["name_or_path"] = name
+    return again
 
 
 def _named_tokenizer(
@@ -183,7 +199,8 @@ _NOT_OF_TOKENS = {
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """BLAKE3, in hex, over everything that a tokenizer saves: vocabulary, merges, settings, chat templates.
 
-    It is of the tokenizer in memory, whatever files it was read from. A tokenizer is not changed after it was loaded.
+    It is of the tokenizer in memory, whatever files it was read from, and that has nothing which it does not save
+    (`load_tokenizer`). A tokenizer is not changed after it was loaded.
 
     Args:
         tokenizer: As `load_tokenizer` returned it.

@@ -24,6 +24,7 @@ from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.tasks.task import HeldOut, Task
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences, shuffled
+from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import Plan
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -76,8 +77,13 @@ class Evaluator:
         def score(_: slice, targets: torch.Tensor, logits: torch.Tensor) -> None:
             loss.add_(task.loss(logits, targets))
             correct.add_((logits.argmax(-1) == targets).sum())
-            if (counted := task.count(logits, targets)) is not None:
-                counts.add_(counted)
+            if (counted := task.count(logits, targets)) is None:
+                return
+            if counted.shape != counts.shape or counted.is_floating_point():
+                found = f"{counted.dtype} of shape {tuple(counted.shape)}"
+                expected = f"{len(names)} whole numbers, of which `counters` has the names, from `count`"
+                raise DataError("data.task", found, expected=expected)
+            counts.add_(counted)
 
         self.each_batch(score, sequences)
         loss, correct, counts = self.sum(loss), self.sum(correct), self.sum(counts)

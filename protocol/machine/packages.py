@@ -17,8 +17,11 @@ from urllib.request import url2pathname
 
 from cloister.protocol.errors import PackageError
 
-_OF_THE_PACKAGE = ("METADATA", "entry_points.txt", "top_level.txt")
-"""The files of its metadata that are the same wherever a wheel is installed; others tell how and where."""
+_OF_THE_INSTALLATION = (
+    *("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"),
+    *("uv_cache.json", "uv_build.json"),
+)
+"""The files of a package's metadata that tell how and where it was installed; others are the wheel's."""
 
 
 class Installed(NamedTuple):
@@ -26,7 +29,8 @@ class Installed(NamedTuple):
 
     version: str
     sha256: str
-    """SHA-256, in hex, over the paths and contents of its files, sorted by path, but compiled ones (`.pyc`)."""
+    """SHA-256, in hex, over the paths and contents of its files, sorted by path, but compiled ones (`.pyc`), scripts,
+    and what tells where it is installed."""
     editable: bool
     """Whether it is installed in place, so that its files may change under a running process."""
 
@@ -125,8 +129,12 @@ def _distribution(field: str, name: str) -> Distribution:
     try:
         return distribution(name)
     except PackageNotFoundError:
+        # No command: an index may have a stranger's package of that name.
         raise PackageError(
-            field, name, expected="an installed package", fix=f"install it: pip install {name}"
+            field,
+            name,
+            expected="an installed package",
+            fix="install the wheel that the plan was pinned with",
         ) from None
 
 
@@ -137,15 +145,21 @@ def _files(found: Distribution) -> list[tuple[str, Path]]:
         return sorted((file.relative_to(folder).as_posix(), file) for file in inside)
     listed = []
     for path in found.files or ():
-        outside = path.parts[0] == ".."  # scripts, which differ by the place of Python
-        metadata = path.parent.name.endswith(".dist-info") and path.name not in _OF_THE_PACKAGE
-        if not (outside or metadata or path.suffix == ".pyc"):
+        # Scripts begin with the place of Python.
+        script = path.parts[0] == ".." and path.parent.name in ("bin", "Scripts")
+        own = (
+            len(path.parts) == 2
+            and path.parts[0].endswith(".dist-info")
+            and path.name in _OF_THE_INSTALLATION
+        )
+        if not (script or own or path.suffix == ".pyc"):
             listed.append((path.as_posix(), Path(str(path.locate()))))
     return sorted(listed)
 
 
 def _is_editable(found: Distribution) -> bool:
-    return _folder_of(found) is not None
+    """Whether its files may change in place: it is installed so, or is a folder of sources, which has no record."""
+    return _folder_of(found) is not None or found.read_text("RECORD") is None
 
 
 def _folder_of(found: Distribution) -> Path | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from cloister.lm.text.corpus import given_records
 from cloister.protocol.errors import DataError
 from cloister.protocol.plan.soundness import parse
 from cloister.simulations.given import Given, check_apart
@@ -92,3 +95,43 @@ def test_the_name_of_the_records_of_sites_is_no_function_of_them() -> None:
     names = [given({}, {"text": "is ill"}, {"text": "z"})[0].plan.simulation.source for _ in range(3)]
     assert len(set(names)) == 3
     assert all(name.startswith("given:") and len(name) == len(names[0]) for name in names)
+
+
+OWNERS = PRIVATE | {"privacy.unit": "owner", "data.owner": "who", "privacy.records": 2}
+
+
+@pytest.mark.parametrize(("settings", "field"), [(OWNERS, "who"), (CLASSES, "label")])
+@pytest.mark.parametrize("more", [{}, {"who": 40.5, "label": 2.5}])
+def test_a_table_whose_owners_or_labels_are_fractional_is_refused(
+    settings: dict[str, Any], field: str, more: dict[str, Any]
+) -> None:
+    """One record without an owner makes those of all others unusable: the site would train on nothing."""
+    rows = [{"text": f"note {number}", "who": number, "label": number % 2} for number in range(9)]
+    plan = parse("").changed(PRIVATE | settings)
+    for records in (rows, [*rows, {"text": "x", **more}]):
+        for table in (pd.DataFrame(records), pd.DataFrame(records, dtype=object)):
+            fractional = any(isinstance(value, float) and value == value for value in table[field])
+            sites = {"a": table, "b": rows, "c": rows, "d": rows}
+            if fractional:
+                with raises(DataError, f"sites['a'], column {field}"):
+                    Given.of(plan, sites)
+            else:
+                assert [dict(each) for each in Given.of(plan, sites).sites["a"]][: len(rows)] == rows
+        assert [*Given.of(plan, dict.fromkeys("abcd", records)).sites["a"]] == records
+
+
+def test_no_row_of_a_data_frame_changes_another() -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "a", "n": 1, "more": [1]},
+        {"text": "b", "n": "two", "more": {"x": None}},
+    ]
+    frame = pd.DataFrame([*rows, {"text": None, "n": 2.5, "more": np.arange(2)}], dtype=object)
+    read = [dict(each) for each in given_records(frame, "sites")]
+    assert read == [*rows, {"text": None, "n": 2.5, "more": [0, 1]}]
+    missing = pd.DataFrame(
+        {"i": pd.array([1, None], dtype="Int64"), "s": pd.array(["p", None], dtype="string")}
+    )
+    assert [dict(each) for each in given_records(missing, "sites")] == [
+        {"i": 1, "s": "p"},
+        {"i": None, "s": None},
+    ]

@@ -284,6 +284,14 @@ def test_arrow_is_read_as_datasets_saves_it(tmp_path: Path) -> None:
     rows = [{"text": text, "spans": [{"start": 0, "end": number}]} for number, text in enumerate(TEXTS)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert list(read_records(str(tmp_path / "saved"))) == rows
+    # What was made of it later is beside it, in the same format.
+    again = datasets.load_from_disk(str(tmp_path / "saved")).map(lambda row: {"text": row["text"].upper()})
+    assert len(again) == len(rows)
+    assert len(list((tmp_path / "saved").glob("*.arrow"))) == 2
+    assert list(read_records(str(tmp_path / "saved"))) == rows
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with raises(DataError, "data", says="state.json"):
+        read_records(str(tmp_path / "saved"))
     table = pa.Table.from_pylist(rows)
     for name, writer in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
         file = tmp_path / f"{name}.arrow"

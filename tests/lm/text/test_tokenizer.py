@@ -203,3 +203,48 @@ def test_a_vocabulary_is_in_the_digest_whatever_its_tokens_are_called(tmp_path: 
         made = Wav2Vec2CTCTokenizer(file, target_lang="padding")  # type: ignore[no-untyped-call]  # its constructor has no annotations
         digests.add(tokenizer_digest(made))
     assert len(digests) == 2
+
+
+def pieces(folder: Path, *, twice: bool) -> Path:
+    """A tokenizer with an added token that is special in memory and not where it is saved, if it is listed twice."""
+    words = ["[UNK]", "<eos>", *(f"{begin}{each}" for each in "thfvrisow abcd" for begin in ("", "##"))]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    kinds = [
+        ("<eos>", 1, True),
+        *([("e", len(vocabulary), True)] if twice else []),
+        ("e", len(vocabulary), False),
+    ]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": index, "content": word, "special": special, **plain} for word, index, special in kinds]
+    model: dict[str, object] = {
+        "type": "WordPiece",
+        "vocab": vocabulary,
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+    }
+    model["max_input_chars_per_word"] = 1000
+    saved = {"version": "1.0", "added_tokens": added, "model": model}
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(dict.fromkeys(names) | saved))
+    settings = {
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+        "unk_token": "[UNK]",
+        "split_special_tokens": True,
+    }
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_tokenizers_of_one_digest_cut_texts_in_one_way(tmp_path: Path) -> None:
+    """Sites compare digests: with equal ones and other tokens, a crafted model would learn at one site alone."""
+    folders = [pieces(tmp_path / str(twice), twice=twice) for twice in (True, False)]
+    as_read = [AutoTokenizer.from_pretrained(folder) for folder in folders]
+    assert tokenizer_digest(as_read[0]) == tokenizer_digest(as_read[1])
+    assert as_read[0]("the fever").input_ids != as_read[1]("the fever").input_ids, "as files have it"
+    loaded = [load_tokenizer(ModelSection(tokenizer=str(folder))) for folder in folders]
+    assert tokenizer_digest(loaded[0]) == tokenizer_digest(loaded[1])
+    assert loaded[0]("the fever").input_ids == loaded[1]("the fever").input_ids
+    assert [each.name_or_path for each in loaded] == [str(folder) for folder in folders]

@@ -80,6 +80,37 @@ def test_the_hash_is_of_what_is_imported_and_not_of_where(package: Package) -> N
     assert installed(package.name) == before
 
 
+def test_every_file_that_a_wheel_brings_is_in_the_hash(package: Package) -> None:
+    """Data beside the packages, and folders that are named as metadata; a script has the place of Python."""
+    record = package.folder / f"{package.name}-1.0.dist-info" / "RECORD"
+    files = {
+        "../../share/stay/rules.txt": True,
+        f"{package.name}/x.dist-info/code.py": True,
+        "../../bin/tool": False,
+    }
+    files |= {f"{package.name}-1.0.dist-info/LICENSE": True, f"{package.name}-1.0.dist-info/REQUESTED": False}
+    record.write_text(record.read_text() + "".join(f"{file},,\n" for file in files if "bin" not in file))
+    for file in files:
+        place = package.folder / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("before")
+    before = installed(package.name)
+    for file, counts in files.items():
+        (package.folder / file).write_text("after")
+        assert (installed(package.name).sha256 != before.sha256) == counts, file
+        (package.folder / file).write_text("before")
+
+
+def test_a_folder_of_sources_is_in_place(package: Package) -> None:
+    assert not installed(package.name).editable
+    (package.folder / f"{package.name}-1.0.dist-info").rename(package.folder / f"{package.name}.egg-info")
+    info = package.folder / f"{package.name}.egg-info"
+    (info / "METADATA").rename(info / "PKG-INFO")
+    (info / "RECORD").unlink()
+    (info / "SOURCES.txt").write_text(f"{package.name}/own.py\n")
+    assert installed(package.name).editable
+
+
 def test_nothing_of_another_package_is_imported(package: Package) -> None:
     pin = package.pin
     package.put("own.py", "raise SystemExit\n")
