@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,8 @@ _TYPES: dict[str, np.dtype[Any]] = {
 }
 """The arrays of `Sequences`, each kind in a file of its own."""
 _INDEX = "index.json"
+
+_SHOWN = 8  # sites whose first record that is left out is named
 
 
 def write_prepared(folder: Path, sites: Iterable[Prepared | None]) -> None:
@@ -105,12 +107,13 @@ class Store:
         return Sequences(**arrays, n_bytes=entry["n_bytes"])
 
     def left_out(self) -> tuple[Counter[str], dict[str, str]]:
-        """Number of records that the sites leave out, by the reason, and the place of the first of each."""
-        counts, places = Counter[str](), dict[str, str]()
+        """Number of records that the sites leave out, by the reason, and where each site has the first of each."""
+        counts, places = Counter[str](), defaultdict[str, list[str]](list)
         for entry in filter(None, self._index):
             counts.update(entry["left_out"])
-            places = entry.get("places", {}) | places
-        return counts, places
+            for reason, place in entry.get("places", {}).items():
+                places[reason] += [place] if place else []
+        return counts, {reason: _shown(found) for reason, found in places.items()}
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -166,3 +169,9 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
                 made = make()
                 write_folder(filed, lambda temporary: write_prepared(temporary, [made]))
     return load_prepared(filed)
+
+
+def _shown(places: list[str]) -> str:
+    """Places of records, those of a few sites one by one."""
+    more = len(places) - _SHOWN
+    return ", ".join(places[:_SHOWN]) + (f", and {more} more sites" if more > 0 else "")

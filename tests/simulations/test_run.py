@@ -111,7 +111,7 @@ def test_records_are_read_from_what_programs_have(tmp_path: Path) -> None:
     frame, table, split = pd.DataFrame(rows), pa.Table.from_pylist(rows), datasets.Dataset.from_list(rows)
     for given in (tmp_path / "north.jsonl", str(tmp_path / "north.jsonl"), rows, frame, table, split):
         assert [dict(record) for record in given_records(given, "north")] == rows
-    for wrong in ({"train": split}, 3, [], ["text"], pd.DataFrame({"text": ["a", 1]})):
+    for wrong in ({"train": split}, 3, [], ["text"]):
         with raises(DataError, "north", "north, record 1"):
             given_records(wrong, "north")
 

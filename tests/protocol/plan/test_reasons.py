@@ -28,6 +28,7 @@ FOLDERS = ("protocol", "privacy", "lm", "aggregation", "clients", "server", "sim
 OF_ONE_SITE = ("clients/consent", "clients/setup")
 OF_CALLERS = (
     "an existing TOML file, or a shipped plan",
+    "a cloister.Plan",
     "0 or more",
     "2 to {LARGEST}",
     "2 to {min(sites, LARGEST)}",
