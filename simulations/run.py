@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister.protocol.errors import CloisterError, PlanError, RunFolderError, StorageError
+from cloister.protocol.errors import CloisterError, PackageError, PlanError, RunFolderError, StorageError
 from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.plan.plan import MeshSection
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
 from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_plan
@@ -69,6 +70,13 @@ def simulate(
             "plan", plan, expected="a cloister.Plan", fix="read one from a file: cloister.Plan.load(...)"
         )
     if task is not None:
+        if any(profile.mesh != MeshSection() for profile in plan.simulation.profiles):
+            raise PackageError(
+                "task",
+                task.__name__,
+                expected="a task of a package, because a site of simulation.profiles has a mesh, whose ranks do not "
+                "know a class that a program gave",
+            )
         with _using(task) as pin:
             package = {"version": "object", "sha256": pin.sha256}
             plan = changed(plan, {"data.task": pin.task, "data.package": package})

@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+import cloister
+from cloister.lm.tasks.causal import Causal
 from cloister.lm.text.corpus import given_records
-from cloister.protocol.errors import DataError
+from cloister.protocol.errors import DataError, PackageError, PlanError
 from cloister.protocol.plan.soundness import parse
 from cloister.simulations.given import Given, check_apart
+from cloister.simulations.run import simulate
 from cloister.tests.tools.raises import raises
 
 PRIVATE = {
@@ -135,3 +139,50 @@ def test_no_row_of_a_data_frame_changes_another() -> None:
         {"i": 1, "s": "p"},
         {"i": None, "s": None},
     ]
+
+
+def test_a_plan_is_no_path() -> None:
+    plan: Any = "plan.toml"
+    with raises(PlanError, "plan", says="Plan.load"):
+        simulate(plan)
+
+
+def test_a_class_is_refused_beside_a_mesh() -> None:
+    plan = parse("").changed({"simulation.profiles": [{"share": 1.0, "mesh": {"replicate": 2}}]})
+    with raises(PackageError, "task", says="mesh"):
+        simulate(plan, task=Causal)
+
+
+class Counted(Causal):
+    """Its counters are counted as they should be."""
+
+    def counters(self) -> tuple[str, ...]:
+        return ("rows", "learned")
+
+    def count(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        return torch.tensor([len(targets), int((targets >= 0).sum())])
+
+
+class TooMany(Counted):
+    def counters(self) -> tuple[str, ...]:
+        return ("rows",)
+
+
+class Fractions(Counted):
+    def count(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        return torch.tensor([0.5, 1.0])
+
+
+class Batches(Counted):
+    def count(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        return torch.tensor([1, 0])
+
+
+def test_the_check_of_a_task_counts() -> None:
+    notes = [{"text": text} for text in ("no pain", "a rash on both arms", "a fall")]
+    cloister.testing.check_per_unit_gradients(Counted, notes)
+    for wrong in (TooMany, Fractions):
+        with raises(DataError, "data.task", says="counters"):
+            cloister.testing.check_per_unit_gradients(wrong, notes)
+    with pytest.raises(AssertionError, match="counters"):
+        cloister.testing.check_per_unit_gradients(Batches, notes)

@@ -542,7 +542,6 @@ def test_the_released_noise_has_the_claimed_deviation(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("method", ["reference", "opacus"])
 def test_a_gpu_releases_the_claimed_noise(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(plan_of(STEPS, *FFA, clip=0.25, method=method), GPU)
@@ -552,7 +551,6 @@ def test_a_gpu_releases_the_claimed_noise(method: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("method", ["reference", "opacus"])
 def test_a_gpu_sums_the_same_gradients(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("local.steps=1", "local.precision=float32", method=method)

@@ -210,7 +210,6 @@ def test_nf4_needs_a_gpu(small_plan: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_nf4_on_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra cloister[quantized] is not installed")
     device = torch.device("cuda:0")

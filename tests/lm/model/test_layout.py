@@ -127,7 +127,6 @@ def test_join_names_the_parameter_that_is_wrong() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_scatter_and_flatten_reach_a_gpu() -> None:
     module = Tied().cuda()
     layout = Layout.of(module.named_parameters())
@@ -137,7 +136,6 @@ def test_scatter_and_flatten_reach_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_vectors_longer_than_a_buffer_reach_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE", 1000)
     module = nn.ModuleDict({name: nn.Linear(count, 77) for name, count in (("a", 13), ("b", 40), ("c", 91))})

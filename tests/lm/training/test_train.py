@@ -509,7 +509,6 @@ def test_bfloat16_keeps_float32_weights() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_gpu_agrees_with_the_cpu() -> None:
     plan = plan_of("llama", "local.precision=float32", "local.optimizer_state=keep")
     model = load_model(plan)

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from cloister.lm.data.prepare import prepare, unit_rule
+from cloister.lm.model.own import know
 from cloister.lm.tasks.causal import Causal
 from cloister.lm.tasks.registry import Pin, task_of
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
+from cloister.lm.training.optimizer import optimizer_of
 from cloister.protocol.errors import PackageError, PlanError, PolicyError
 from cloister.protocol.machine.packages import _PINS, _loaded, check, installed, load
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import parse
+from cloister.protocol.plan.soundness import changed, parse
 from cloister.tests.parties.federation import Federation, tiny
 from cloister.tests.tools.raises import raises
 
@@ -35,6 +37,7 @@ class Package:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(
             f"[cloister.tasks]\nown = {name}.own:Own\nnone = {name}.own:Causal\n"
+            f"[cloister.models]\nown = {name}.own:Own\n[cloister.optimizers]\nown = {name}.own:Own\n"
         )
         (info / "INSTALLER").write_text("pip\n")
         if origin:
@@ -277,3 +280,49 @@ def test_the_hash_of_a_class_in_a_notebook_is_of_its_newest_cell(monkeypatch: py
     assert hashes[0] == hashes[2] != hashes[1]
     with raises(PackageError, "task"):
         Pin.of(type("NoCell", (Causal,), {"__module__": "__main__"}))
+
+
+MODEL = """from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+
+class Config(PreTrainedConfig):
+    model_type = "own-of-a-test"
+
+
+class {}(PreTrainedModel):
+    config_class = {}
+
+
+Own = {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (CODE, "PreTrainedModel"),
+        (MODEL.format("MineForCausalLM", "LlamaConfig", "MineForCausalLM"), "none of transformers"),
+        (MODEL.format("MineForCausalLM", "None", "MineForCausalLM"), "none of transformers"),
+        (MODEL.format("Mine", "Config", "Mine"), "ends in ForCausalLM"),
+    ],
+)
+def test_a_class_of_models_is_refused_that_transformers_would_not_find(
+    code: str, says: str, package: Package
+) -> None:
+    """One with the type of transformers' own would take its place in this process."""
+    package.put("own.py", code)
+    version, sha256 = package.pin
+    named = {"model.type": f"{package.name}:own", "model.package": {"version": version, "sha256": sha256}}
+    with raises(PackageError, "model.type", says=says):
+        know(changed(tiny(), named))
+
+
+def test_an_optimizer_of_a_package_is_a_kind(package: Package) -> None:
+    version, sha256 = package.pin
+    pin = {"version": version, "sha256": sha256}
+    plan = changed(tiny(), {"local.optimizer": f"{package.name}:own", "local.package": pin})
+    with raises(PackageError, "local.optimizer", says="Kind"):
+        optimizer_of(plan.local)
+    for field, name in (("local", "optimizer"), ("model", "type")):
+        with raises(PlanError, f"{field}.package"):
+            changed(tiny(), {f"{field}.{name}": f"{package.name}:own"})

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -219,7 +218,6 @@ os._exit(0)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("plan", ["private-code", "not-private", "classify"])
 def test_a_forked_worker_uses_the_gpu(plan: str) -> None:
     preload = [Worker.__module__, *modules(Plan.load(plan))]
