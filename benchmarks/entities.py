@@ -18,14 +18,13 @@ import json
 import random
 import sys
 import tempfile
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cloister.lm.text.notes import letters, notes
 from cloister.lm.text.tokenizer import train_tokenizer
-from cloister.protocol.plan.soundness import parse
+from cloister.protocol.plan.soundness import parse, shipped_plans
 from cloister.server.record.folder import RunFolder
 from cloister.simulations.federation import simulate
 
@@ -60,7 +59,7 @@ def run(folder: Path, seed: int, *, shuffle: bool, settings: tuple[str, ...] = (
     """The F1 of the public model and of the last one, and the run's epsilon."""
     own = notes(seed=seed + 1)
     plan = parse(
-        files("cloister.simulations.plans").joinpath("clinical-notes.toml").read_text(encoding="utf-8"),
+        shipped_plans()["clinical-notes"],
         [
             f"run.seed={seed}",
             f"model.tokenizer={vocabulary(folder / 'tokenizer', seed)}",

@@ -174,4 +174,4 @@ def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:
 def _shown(places: list[str]) -> str:
     """Places of records, those of a few sites one by one."""
     more = len(places) - _SHOWN
-    return ", ".join(places[:_SHOWN]) + (f", and {more} more sites" if more > 0 else "")
+    return "; ".join(places[:_SHOWN]) + (f"; and {more} more sites" if more > 0 else "")

@@ -171,8 +171,8 @@ def value_in(record: Record, place: str, name: str) -> Any:
     if value is None:
         has = ", ".join(sorted(key for key, other in record.items() if other is not None)) or "none"
         raise DataError(
-            place,
-            expected=f"a field {name!r}; the fields of the record: {has}",
+            f"{place}, field {name}",
+            expected=f"a field of that name; the fields of the record: {has}",
             fix="set the field of [data] that names it (such as data.text_field), or another data.format",
         )
     return value

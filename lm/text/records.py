@@ -64,7 +64,7 @@ class Unusable:
         self.place = ""
         """File and line of the record that is read; empty where its reader does not know them."""
         self.places: dict[str, str] = {}
-        """Place of the first one, by the reason; empty where the reader does not know it."""
+        """Place and field of the first one, by the reason; empty where the reader does not know it."""
         self._first: tuple[str, str, BaseException] | None = None
 
     @property
@@ -76,10 +76,15 @@ class Unusable:
         said = f"a record that can be used ({reason}: {one_line(error)})"
         return error if isinstance(error, DataError) else DataError(place or "data", expected=said)
 
-    def leave_out(self, reason: str) -> None:
-        """Count the record that is read as left out."""
+    def leave_out(self, reason: str, field: str = "") -> None:
+        """Count the record that is read as left out.
+
+        Args:
+            reason: Why.
+            field: The field that is the reason; empty: none alone.
+        """
         self.left_out[reason] += 1
-        self.places.setdefault(reason, self.place)
+        self.places.setdefault(reason, ", field ".join(filter(None, (self.place, field))))
 
     def tried(self, reason: str, act: Callable[..., _T], *arguments: Any) -> _T | None:
         """The result of `act(*arguments)` for one record; None if it raises."""
@@ -92,7 +97,7 @@ class Unusable:
         ) as error:  # of a template or a task anything; a panic in a tokenizer is no `Exception`
             if self._open and isinstance(error.__cause__, RecursionError | MemoryError):
                 raise
-            self.leave_out(reason)
+            self.leave_out(reason, _field_of(error))
             self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None
 
@@ -112,6 +117,11 @@ class Unusable:
             return [*together]
         alone = [self.tried(reason, act, [item]) for item, self.place in zip(items, places, strict=True)]
         return [None if each is None else each[0] for each in alone]
+
+
+def _field_of(error: BaseException) -> str:
+    """The record's field that an error of `examples.py` names; empty: none."""
+    return error.field.partition(", field ")[2] if isinstance(error, DataError) else ""
 
 
 def owner_of(record: Record, field: str) -> bytes:

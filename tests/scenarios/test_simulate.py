@@ -301,7 +301,7 @@ def test_plan_check_finds_wrong_records_before_any_site_is_made(
         (["simulation.source=gone.jsonl"], "simulation.source is 'gone.jsonl': expected an existing file"),
         (
             [f"simulation.source={path}"],
-            f"{path}, line 2: expected a field 'text'; the fields of the record: note",
+            f"{path}, line 2, field text: expected a field of that name; the fields of the record: note",
         ),
         (
             [f"simulation.source={path}", "data.text_field=note", "simulation.field=ward"],

@@ -595,7 +595,7 @@ def test_a_plan_by_which_no_record_is_of_use_is_refused_to_the_owner_of_all_reco
     check_([*owned([(None, "x")]), *records], owner="who")
     for records_, fields, field, says in (
         (records, {"owner": "patient"}, "field patient", ("text or a whole number",)),
-        (records, {"owner": "who", "text_field": "body"}, "record 1", ("'body'",)),
+        (records, {"owner": "who", "text_field": "body"}, "record 1, field body", ("text, who",)),
         (
             owned([("a", "")]),
             {"owner": "who"},

@@ -219,17 +219,17 @@ def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatc
         (
             "text",
             {"body": "x", "n": 1, "text": None},
-            "record 2",
-            ("'text'", "body, n"),
+            "record 2, field text",
+            "body, n",
         ),
-        ("text", {}, "record 2", ("'text'", "none")),
+        ("text", {}, "record 2, field text", "none"),
         ("text", {"text": 3}, "record 2, field text", "3"),
         ("text", "abc", "record 2", "an object"),
         (
             "prompt",
             {"prompt": "x", "answer": "y"},
-            "record 2",
-            ("'completion'", "answer, prompt"),
+            "record 2, field completion",
+            "answer, prompt",
         ),
         (
             "messages",
@@ -246,9 +246,7 @@ def test_long_texts_go_to_the_tokenizer_in_pieces(monkeypatch: pytest.MonkeyPatc
         ("messages", {"messages": ["hi"]}, "record 2, field messages", "hi"),
     ],
 )
-def test_a_wrong_record_is_refused(
-    format_: Format, row: dict[str, Any], field: str, says: str | tuple[str, ...]
-) -> None:
+def test_a_wrong_record_is_refused(format_: Format, row: dict[str, Any], field: str, says: str) -> None:
     good = {
         "text": "x",
         "prompt": "x",

@@ -595,7 +595,10 @@ def test_a_plan_that_fits_no_record_is_refused_before_a_simulation(
     )
     assert main(["simulate", str(plan), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert "line 1: expected a field 'note'; the fields of the record: completion, messages, patient" in said
+    assert (
+        "line 1, field note: expected a field of that name; the fields of the record: completion, messages"
+        in said
+    )
     assert "such as data.text_field" in said
 
 
