@@ -26,6 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+import cloister
 from cloister.protocol.errors import DataError, EngineError
 from cloister.protocol.messages.messages import TRAIN, Contribute, Request
 from cloister.server.federation.app import GridChannel
@@ -43,6 +44,7 @@ from cloister.tests.parties.cluster_sites import (
     raw,
 )
 from cloister.tests.scenarios.test_async import ASYNC
+from cloister.tests.simulations.test_run import RECORDS, SMALL, Backwards
 from cloister.tests.tools.command import lone_refusal, ran, refusal, set_options
 from cloister.tests.tools.kills import ended, family
 from cloister.tests.tools.raises import raises
@@ -203,6 +205,25 @@ def leaves(two: TwoNodes) -> None:
     finally:
         assert not two.busy()
     assert all(title(raylet) for raylet in two.raylets.values())
+
+
+@pytest.mark.slow
+def test_a_program_gives_records_and_a_task_to_a_cluster(two: TwoNodes, tmp_path: Path) -> None:
+    """They reach workers that a program has not forked."""
+    plan, weights = cloister.Plan(**SMALL), []
+    for name, address in (("here", None), ("cluster", two.address)):
+        run = cloister.simulate(
+            plan,
+            sites=RECORDS,
+            task=Backwards,
+            out=tmp_path / name,
+            workers=2,
+            ray_address=address,
+            quiet=True,
+        )
+        weights.append(run.outcome.params_sha256)
+    gc.collect()
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
