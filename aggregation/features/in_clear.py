@@ -40,8 +40,8 @@ LARGEST_LOSS = 1 << 50
 
 
 def count_of_loss(nats: float) -> int:
-    """A summed loss as a counter; one that is not finite, or beyond 2^30 nats, counts as 2^30."""
-    return min(round(nats * LOSS_SCALE), LARGEST_LOSS) if math.isfinite(nats) else LARGEST_LOSS
+    """A summed loss as a counter; one that is not finite, or beyond 2^30 nats, counts as 2^30, and one below 0 as 0."""
+    return min(max(round(nats * LOSS_SCALE), 0), LARGEST_LOSS) if math.isfinite(nats) else LARGEST_LOSS
 
 
 def layout(basis: Basis, blocks: BlockCode | None = None) -> SumLayout:

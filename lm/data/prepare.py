@@ -28,6 +28,7 @@ from cloister.lm.text.records import Record, Unusable, fingerprint, owner_of, re
 from cloister.lm.text.sequences import Sequences, shuffled
 from cloister.lm.text.tokenizer import tokenizer_digest
 from cloister.protocol.errors import DataError
+from cloister.protocol.machine.prerequisites import releases
 from cloister.protocol.plan.plan import DataSection, Plan, PrivacySection
 from cloister.protocol.plan.tasks import is_own
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 _NOTHING_LEARNABLE = "without a learnable token within data.sequence_length"
 _DUPLICATE = "equal to an earlier one"
+_MAKERS = ("cloister", "jinja2", "pyarrow", "tokenizers", "transformers")
+"""The packages that make sequences of records: another release may make others of the same records."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,10 @@ def prepare(
     refuse = units is None if refuse is None else refuse
     unusable = unusable or Unusable(open_=refuse)
     task = task_of(data)
-    examples = task.examples(records, tokenizer, unusable)
+    owner = "" if evaluated else _owners(units, data)
+    examples = task.examples(records, tokenizer, unusable, owner)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    owner = "" if evaluated else _owners(units, data)
     pieces = _learnable(examples, task, units, unusable, owner, pad)
     if data.deduplicate:
         pieces = _unique(pieces, unusable, task, pad)
@@ -201,7 +204,7 @@ class Preparation:
             StorageError: the disk is full.
         """
         open_ = self.plan.privacy.unit == "none"
-        unusable = Unusable(open_=open_)
+        unusable = Unusable(open_=open_, keeps=open_)
         records = read_each(self.source, unusable, split=self.split, documents=open_)
         return prepare(
             records,
@@ -214,7 +217,7 @@ class Preparation:
         )
 
     def key(self) -> str:
-        """The cache key: SHA-256, in hex, of everything that `make` depends on.
+        """The cache key: SHA-256, in hex, of everything that `make` depends on, the releases that made it included.
 
         Raises:
             DataError: as `fingerprint`.
@@ -222,7 +225,8 @@ class Preparation:
         digest = hashlib.sha256(fingerprint(self.source, split=self.split))
         rule = [] if self._units is None else [json.dumps(asdict(self._units))]
         data, seed = self.plan.data.model_dump_json(), str(self.plan.run.seed)
-        for part in (data, seed, tokenizer_digest(self.tokenizer), self.plan.privacy.unit, *rule):
+        made_by = [f"{name} {release}" for name, release in sorted(releases(_MAKERS).items())]
+        for part in (*made_by, data, seed, tokenizer_digest(self.tokenizer), self.plan.privacy.unit, *rule):
             digest.update(hashlib.sha256(part.encode()).digest())
         return digest.hexdigest()
 
@@ -255,10 +259,11 @@ def check_usable(
         DataError: none does; the message is about the first record that cannot be used.
     """
     task, rule = task_of(plan.data), unit_rule(plan.data, plan.privacy)
-    examples = task.examples(records, tokenizer, unusable)
+    owner = _owners(rule, plan.data)
+    examples = task.examples(records, tokenizer, unusable, owner)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
-    found = _learnable(examples, task, rule, unusable, _owners(rule, plan.data), pad)
+    found = _learnable(examples, task, rule, unusable, owner, pad)
     if sum(1 for _ in itertools.islice(found, None if whole else 1)):
         return
     longest = plan.data.sequence_length * (rule.windows if rule is not None and plan.data.kind.windows else 1)

@@ -141,7 +141,7 @@ def load_prepared(folder: Path) -> Prepared:
 
 def prepared_path(folder: Path, key: str) -> Path:
     """Where `cached` keeps the sequences with a key."""
-    return folder / f"tokens-2-{key[:32]}"
+    return folder / f"tokens-3-{key[:32]}"
 
 
 def cached(folder: Path, key: str, make: Callable[[], Prepared]) -> Prepared:

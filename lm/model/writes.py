@@ -103,8 +103,9 @@ class Kept:
     """All that a pass may change of a module, to put it back: the bits of some of its parameters and buffers, and what
     the modules and their configurations have as attributes.
 
-    Some types keep a state in attributes: the longest sequence, the kind of attention. What an attribute refers to is
-    assumed not to be changed in place: a list, or a tensor that is no buffer. No known type does so.
+    Some types keep a state in attributes: the longest sequence, the kind of attention. Tensors among the attributes get
+    their bits back too. What else an attribute refers to, such as a list, is assumed not to be changed in place; no
+    known type does so.
 
     Args:
         module: The module, or a rank's part of it.
@@ -126,6 +127,14 @@ class Kept:
         }
         places = [each for part in parts for each in (vars(part), part._buffers, part._modules)]
         self._attributes = [(place, dict(place)) for place in (*places, *map(vars, configs.values()))]
+        # Tensors that are no buffers.
+        self._kept += [
+            (place, key, each, each.detach().to(device or each.device, copy=True))
+            for place, before in self._attributes
+            if not any(place is part._buffers for part in parts)
+            for key, each in before.items()
+            if isinstance(each, torch.Tensor)
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:

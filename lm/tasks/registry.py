@@ -45,9 +45,19 @@ def task_of(data: DataSection) -> Task:
     """The task of a plan. That of a package is imported once its files were compared with the plan.
 
     Raises:
-        PackageError: the package is absent, or another one than the plan names, or its name is no task.
+        PackageError: the package is absent, or another one than the plan names; or its name is no task, or that of one
+            with more labels for a row than the sums have room for.
     """
-    return _class_of(data)(data)
+    task = _class_of(data)(data)
+    if is_own(data.task) and task.labels_each > data.sequence_length:
+        raise PackageError(
+            "data.task",
+            data.task,
+            expected=f"a task with at most data.sequence_length = {data.sequence_length} labels for each row, and it "
+            f"has {task.labels_each}: weights and totals of labels have room for no more",
+            fix="raise data.sequence_length",
+        )
+    return task
 
 
 def _class_of(data: DataSection) -> type[Task]:

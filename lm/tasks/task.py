@@ -10,6 +10,7 @@ decides how another is read, cut, batched or scored.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -199,7 +200,11 @@ class Task(ABC):
         return replace(only, **beside)
 
     def examples(
-        self, records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, unusable: Unusable
+        self,
+        records: Iterable[Record],
+        tokenizer: PreTrainedTokenizerBase,
+        unusable: Unusable,
+        owner: str = "",
     ) -> Iterator[tuple[Record, Example]]:
         """Turn each record into one example of any length; an empty record gives an empty example.
 
@@ -208,9 +213,11 @@ class Task(ABC):
             tokenizer: The tokenizer.
             unusable: Counts the records that are left out: those that lack the plan's fields, have another type in
                 them, or that the chat template or the tokenizer refuses.
+            owner: The field of a record that is still needed; empty: none is.
 
         Yields:
-            A record, and its example; in the order of the records, without those that are left out.
+            A record with no other field than `owner`, and its example; in the order of the records, without those
+            that are left out.
 
         Raises:
             DataError: as `check` and `encoder`.
@@ -219,14 +226,18 @@ class Task(ABC):
         encode = self.encoder(tokenizer)
 
         def read() -> Iterator[_Read]:
-            for number, record in enumerate(records, start=1):
+            numbers = itertools.count(1)
+            for record in records:
+                number = next(numbers)
                 place = unusable.place or f"record {number}"
                 # An own task may raise anything for a record, and that must tell nobody that the record is there.
                 texts = unusable.tried(_REFUSED, self._checked_texts, tokenizer, unusable, place, record)
                 beside = unusable.tried(_REFUSED, self.beside, unusable, place, record) if texts else None
-                if texts is None or beside is None:
-                    continue
-                yield record, texts, beside, unusable.place
+                owned = {owner: record.get(owner)} if owner and texts else {}
+                del record  # no record must take the memory of another
+                if texts is not None and beside is not None:
+                    yield owned, texts, beside, unusable.place
+                del texts, beside, owned
 
         for batch in _by_size(read()):
             made = unusable.tried_together(
@@ -493,7 +504,7 @@ def _by_size(read: Iterable[_Read]) -> Iterator[list[_Read]]:
     size = 0
     for item in read:
         batch.append(item)
-        size += sum(len(text) for text, _ in item[1])
+        size += sum(len(text) for text, _ in item[1]) + sum(len(str(owner)) for owner in item[0].values())
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0

@@ -55,10 +55,11 @@ class Unusable:
     Args:
         open_: Whether an error may tell of a record. Then one on which a chat template runs out of stack or memory is
             an error: a site that has less of them than others would train on other records than they.
+        keeps: Whether `first` is kept, which may hold a whole record in memory while others are read.
     """
 
-    def __init__(self, *, open_: bool = False) -> None:
-        self._open = open_
+    def __init__(self, *, open_: bool = False, keeps: bool = True) -> None:
+        self._open, self._keeps = open_, keeps
         self.left_out: Counter[str] = Counter()
         """Number of records that were left out, by the reason. A reason says nothing of a record's content."""
         self.place = ""
@@ -98,7 +99,8 @@ class Unusable:
             if self._open and isinstance(error.__cause__, RecursionError | MemoryError):
                 raise
             self.leave_out(reason, _field_of(error))
-            self._first = self._first or (self.place, reason, error.with_traceback(None))
+            if self._keeps:
+                self._first = self._first or (self.place, reason, error.with_traceback(None))
             return None
 
     def tried_together(
@@ -353,6 +355,7 @@ def _lines(file: Path, unusable: Unusable) -> Iterator[Record]:
                 record = unusable.tried(_NOT_READABLE, _one_line, unusable.place, line)
                 if record is not None:
                     yield record
+                del record  # it must not take the memory of the next one
 
 
 def _one_line(place: str, line: bytes) -> Record:
@@ -376,6 +379,7 @@ def _table_rows(file: Path, kind: str, unusable: Unusable) -> Iterator[Record]:
         record = unusable.tried(_NOT_READABLE, row)
         if record is not None:
             yield record
+        del record, row  # they must not take the memory of the next one
 
 
 def _rows(records: Records, unusable: Unusable) -> Iterator[Record]:

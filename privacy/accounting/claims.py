@@ -135,6 +135,7 @@ PROSE = Prose(
     independent=Blt(),
     participation=participation,
     thing=thing,
+    used=_used,
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )

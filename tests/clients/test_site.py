@@ -769,6 +769,7 @@ def test_a_loss_without_measure_is_one_fixed_count_and_no_error(nats: float) -> 
     ring = Sums(parse(""), 1).training.ring
     assert count_of_loss(nats) == count_of_loss(2.0**40)
     assert ring.decode_counters(ring.encode_counters([count_of_loss(nats)])) == [count_of_loss(nats)]
+    assert count_of_loss(-1.5) == 0
     assert count_of_loss(1.5) == 3 * 2**19
 
 

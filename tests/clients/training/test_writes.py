@@ -142,6 +142,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     def constructed(self: Any, *arguments: Any, **settings: Any) -> None:
         construct(self, *arguments, **settings)
         self.register_buffer("state", None if forward is of_nothing else torch.zeros(()))
+        self.total = torch.zeros(())
 
     monkeypatch.setattr(LlamaMLP, "__init__", constructed)
     monkeypatch.setattr(LlamaMLP, "forward", forward)
@@ -162,14 +163,22 @@ def of_a_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def of_a_tensor_in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = FORWARD(self, x) * (1 + self.total)
+    if self.training:
+        self.total += x.detach().mean() * 5e4
+    return made
+
+
 @pytest.mark.parametrize(
     ("remembering", "written"),
-    [(of_data, 2), (of_rows, 2), (of_an_attribute, 25), (of_a_tensor, 0)],
+    [(of_data, 2), (of_rows, 2), (of_an_attribute, 25), (of_a_tensor, 0), (of_a_tensor_in_place, 0)],
     indirect=["remembering"],
 )
 def test_a_trace_of_a_unit_is_put_back(remembering: None, written: int) -> None:
     """A buffer gets other data, also where only passes of several rows give it some. Or an attribute has it: a number,
-    so that passes cannot be followed, as those of rotary positions that grow, or a tensor, so that they show nothing.
+    so that passes cannot be followed, as those of rotary positions that grow, or a tensor, which is replaced or
+    changed in place.
     """
     plan = plan_of("llama", LLAMA)
     model = load_model(plan)

@@ -40,6 +40,17 @@ def digest(module: PreTrainedModel) -> str:
     return origin(SECTION, module, TOKENIZER, TRAINED)
 
 
+def test_a_class_of_models_of_a_package_is_not_what_the_plan_alone_decides() -> None:
+    """It may read a table from a file of the site when it is built."""
+    package = {"version": "1.0", "sha256": "0" * 64}
+    own = ModelSection(name="builtin:own", type="own:model", package=package)  # type: ignore[arg-type]  # as in TOML
+    first, second = model(), model()
+    assert origin(own, first, TOKENIZER, TRAINED) == origin(own, second, TOKENIZER, TRAINED) != ""
+    buffer(second)
+    assert origin(own, first, TOKENIZER, TRAINED) != origin(own, second, TOKENIZER, TRAINED)
+    assert origin(ModelSection(), first, TOKENIZER, TRAINED) == ""
+
+
 def lm_head(module: PreTrainedModel) -> None:
     module.get_parameter("lm_head.weight").data[3, 5] += 1e-6
 

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -752,12 +753,14 @@ def test_a_full_disk_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with raises(StorageError, tmp_path / "tokens-2-key", says="No space left"):
+    with raises(StorageError, tmp_path / "tokens-3-key", says="No space left"):
         cached(tmp_path, "key", lambda: some)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
-def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
+def test_the_key_follows_all_that_the_tokens_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}')
     other_template = byte_tokenizer()
@@ -780,7 +783,39 @@ def test_the_key_follows_all_that_the_tokens_depend_on(tmp_path: Path) -> None:
     ]  # fmt: skip
     file.write_text('{"text": "b"}')
     keys.append(key())
+    for name in ("cloister", "tokenizers", "transformers"):
+        with monkeypatch.context() as patch:  # another release may make other sequences of the same records
+            patch.setattr(
+                "cloister.lm.data.prepare.releases",
+                lambda names, name=name: {**dict.fromkeys(names), name: "9"},
+            )
+            keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "large",
+    ['{"text": [' + "{}," * 200_000 + "{}]}", '{"text": "a note", "scan": "' + "A" * 2_000_000 + '"}'],
+    ids=["of no use", "with a large field"],
+)
+def test_no_record_takes_memory_while_another_is_read(large: str, tmp_path: Path) -> None:
+    """Else one record more would decide that another one is not readable."""
+    peaks = []
+    for count in (2, 12):
+        file = tmp_path / f"{count}.jsonl"
+        file.write_text(f"{large}\n" * count + '{"text": "a note"}\n')
+        preparation = Preparation(
+            tiny(*PRIVATE, "privacy.sampling_rate=0.5", "privacy.unit=record"),
+            BYTES,
+            str(file),
+            "train",
+            tmp_path,
+        )
+        tracemalloc.start()
+        preparation.make()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 # Batches

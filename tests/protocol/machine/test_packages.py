@@ -317,6 +317,16 @@ def test_a_class_of_models_is_refused_that_transformers_would_not_find(
         know(changed(tiny(), named))
 
 
+def test_a_task_with_more_labels_than_the_sums_have_room_for_is_refused(package: Package) -> None:
+    """Else the totals of honest sites would be taken for those of a liar."""
+    package.put("own.py", CODE.replace("pass", "labels_each = 17"))
+    plan = plan_of(package)
+    assert plan.data.sequence_length == 16
+    with raises(PackageError, "data.task", says="17"):
+        task_of(plan.data)
+    assert task_of(plan_of(package, "data.sequence_length=17").data).labels_each == 17
+
+
 def test_an_optimizer_of_a_package_is_a_kind(package: Package) -> None:
     version, sha256 = package.pin
     pin = {"version": version, "sha256": sha256}
