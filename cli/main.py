@@ -28,7 +28,7 @@ from cloister.cli.options.shared_options import Parser, said
 from cloister.protocol.errors import CloisterError
 
 VERBS = [
-    "simulate", "resume", "tune",  # a federation on this machine
+    "simulate", "resume", "tune", "ask",  # a federation on this machine
     "report", "generate", "predict", "export", "compress",  # what a finished run has made
     "tokenizer", "plan", "budget",  # before a run
     "site", "coordinator", "provision", "doctor",  # the parties of a deployment

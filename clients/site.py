@@ -50,7 +50,7 @@ from cloister.lm.data.store import cached, load_prepared, prepared_path
 from cloister.lm.model.layout import Vector
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.tasks.task import HeldOut
-from cloister.lm.text.records import check_source
+from cloister.lm.text.records import check_source, read_each
 from cloister.lm.training.moments import Carry
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -489,8 +489,9 @@ class Site:
         sums = loaded.sums.of_round(TRAIN, round_number)
         code, part = orders.code(sums.training, Secrets(rounding, noise, carry)), sums.trained
         steps, sequences = orders.steps(plan.local.steps), self._opener(loaded)
+        records = partial(read_each, self.config.data, split=self.config.split)
         part = loaded.model.layout if part is None else part
-        task = Task(round_number, part, sequences, carry, steps, orders.factor, seed, code, noise)
+        task = Task(round_number, part, sequences, records, carry, steps, orders.factor, seed, code, noise)
         started = self._clock()
         written = loaded.work.update(self._simulated.task(task), weights, path)
         return replace(written, seconds=self._clock() - started)

@@ -13,7 +13,7 @@ from cloister.aggregation.features.feature import Given
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.rotation import Floats
 from cloister.lm.model.layout import Vector, params_sha256
-from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
+from cloister.lm.model.model import LanguageModel, load_model
 from cloister.privacy.accounting.terms import participation
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.correlated import Blt, CorrelatedNoise, CorrelatedRow
@@ -32,7 +32,7 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity
 from cloister.server.record.journal import Entry, Journal
-from cloister.server.record.outcome import Outcome, outcome
+from cloister.server.record.outcome import Outcome, outcome, save_result
 from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import (
     BudgetSpent,
@@ -154,7 +154,7 @@ def run(
             with closing(party.outstanding) if party.outstanding else nullcontext():
                 last, stopped = _rounds(context, rows, last)
         with phases.during(Phase.CHECKPOINT):
-            save_pretrained(model, weights, folder.final)
+            save_result(folder, sums, model, weights)
             digest = params_sha256(weights)
         epsilon = (
             party.spending.epsilon() if party.spending else None

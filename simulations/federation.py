@@ -55,6 +55,7 @@ from cloister.protocol.machine.storage import sync_to_disk, write_file, write_fo
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import Plan, ProfileSection
+from cloister.protocol.plan.questions import of_sequences
 from cloister.protocol.plan.template import to_toml
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
@@ -277,7 +278,8 @@ def _prepare(folder: RunFolder, observe: Observer) -> Vector | None:
     if not sites.exists():
         observe(Preparing("data of the sites"))
         write_folder(sites, partial(lay_out, plan), durable=plan.simulation.durable)
-    if not saved.recorded(folder.sites.sequences) or saved.damage(folder.sites.sequences):
+    made = saved.recorded(folder.sites.sequences) and not saved.damage(folder.sites.sequences)
+    if of_sequences(plan) and not made:
         _make_sequences(plan, folder.sites, observe)
     public = public_model(folder, observe)
     base = base_of(plan, public)
@@ -502,8 +504,8 @@ def shared_out(plan: Plan, given: Given) -> tuple[Records, list[list[int]], list
         (site, record) for site, name in enumerate(plan.simulation.sites) for record in given.sites[name]
     ]
     with _explained(plan):
-        count = Unusable()
-        check_usable((record for _, record in owned), tokenizer_of(plan), plan, count)
+        if of_sequences(plan):
+            check_usable((record for _, record in owned), tokenizer_of(plan), plan, Unusable())
     kept, apart = keep_apart(owned, plan.simulation.public, plan.run.seed)
     parts: list[list[int]] = [[] for _ in plan.simulation.sites]
     for index, (site, _) in enumerate(kept):
@@ -543,6 +545,8 @@ def usable(
     """
     with _explained(plan):
         corpus = corpus_records(source, field=field, split=split)
+        if not of_sequences(plan):
+            return corpus
         count, path = unusable or Unusable(), Path(source).expanduser()
         # Read again where errors can name a line: as a rule the first record can be used.
         records = read_each(str(path), count, documents=True) if path.exists() else corpus.records

@@ -95,6 +95,8 @@ def _check_columns(plan: Contract, sites: Mapping[str, Any], read: Mapping[str, 
         DataError: there is one. Its records could not be used, and one record would have decided that.
     """
     fields = [plan.data.owner, plan.data.label_field if plan.data.kind.single else ""]
+    if plan.question is not None and plan.question.values:
+        fields.append(plan.question.field)
     for name, records in read.items():
         if isinstance(sites[name], str | Path | list | tuple):
             continue

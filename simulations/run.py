@@ -18,12 +18,13 @@ from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import MeshSection
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
-from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_plan
+from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_plan, trained_plan
 from cloister.server.record.progress import Preparing
 
 if TYPE_CHECKING:
     from cloister.lm.tasks.registry import Pin
     from cloister.lm.tasks.task import Task
+    from cloister.privacy.report.answer import Answer
     from cloister.server.display import LineDisplay
     from cloister.server.record.outcome import Outcome
     from cloister.simulations.given import Given
@@ -63,11 +64,13 @@ def simulate(
     Raises:
         CloisterError: the run was refused, and then leaves no folder, or it stopped, and can be resumed.
     """
-    from cloister.simulations.given import Given
-
-    if not isinstance(plan, Contract):
+    _check_plan(plan)
+    if plan.question is not None:
         raise PlanError(
-            "plan", plan, expected="a cloister.Plan", fix="read one from a file: cloister.Plan.load(...)"
+            "question",
+            plan.question.kind,
+            expected="none: a question trains nothing",
+            fix="cloister.ask(plan)",
         )
     if task is not None:
         if any(profile.mesh != MeshSection() for profile in plan.simulation.profiles):
@@ -90,8 +93,56 @@ def simulate(
                 ray_address=ray_address,
                 quiet=quiet,
             )
+    from cloister.simulations.given import Given
+
     given = Given.of(plan, sites, public=public, evaluation=evaluation)
-    path = free_path(Path("runs"), plan.run.name) if out is None else Path(out)
+    return _run(given, out, workers, ray_address, quiet=quiet)
+
+
+def ask(
+    plan: Contract,
+    *,
+    sites: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    ray_address: str | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Ask the sites of a simulated federation a question; the answer is `Run.answer`.
+
+    Args:
+        plan: A plan with a question.
+        sites: As for `simulate`.
+        out: As for `simulate`.
+        workers: As for `simulate`.
+        ray_address: As for `simulate`.
+        quiet: As for `simulate`.
+
+    Raises:
+        CloisterError: as of `simulate`.
+    """
+    _check_plan(plan)
+    if plan.question is None:
+        raise PlanError(
+            "question", expected="a plan with a question", fix="cloister.simulate(plan) trains a model"
+        )
+    from cloister.simulations.given import Given
+
+    return _run(Given.of(plan, sites), out, workers, ray_address, quiet=quiet)
+
+
+def _check_plan(plan: Contract) -> None:
+    if not isinstance(plan, Contract):
+        raise PlanError(
+            "plan", plan, expected="a cloister.Plan", fix="read one from a file: cloister.Plan.load(...)"
+        )
+
+
+def _run(
+    given: Given, out: str | Path | None, workers: int | None, ray_address: str | None, *, quiet: bool
+) -> Run:
+    """Execute a plan with what it was given."""
+    path = free_path(Path("runs"), given.plan.run.name) if out is None else Path(out)
     with RunFolder.create(path, given.plan) as folder:
         _execute_shown(folder, workers, ray_address, quiet=quiet, given=given)
     return Run(path)
@@ -161,6 +212,17 @@ class Run:
         return outcome(self._files)
 
     @property
+    def answer(self) -> Answer:
+        """The answer to the run's question: `figures`, and the noised totals in `cells`.
+
+        Raises:
+            RunFolderError: the run asked no question, is not finished, or ended before its sum was opened.
+        """
+        from cloister.server.record.outcome import read_answer
+
+        return read_answer(self._files)
+
+    @property
     def history(self) -> Any:
         """The metrics of the rounds that are done: a pandas DataFrame, or a list of dictionaries without pandas."""
         return _table(self._files.metrics())
@@ -206,6 +268,7 @@ class Run:
         from cloister.lm.model.model import load_saved
         from cloister.lm.model.own import know
 
+        trained_plan(self.folder)
         if not self._files.final.is_dir():
             raise RunFolderError(
                 str(self.folder), expected="a finished run", fix=f"continue it: {self}.resume()"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cloister.simulations.planning import calibrate as calibrate
     from cloister.simulations.planning import epsilon as epsilon
     from cloister.simulations.run import Run as Run
+    from cloister.simulations.run import ask as ask
     from cloister.simulations.run import simulate as simulate
 
 _PLACES = {
@@ -25,6 +26,7 @@ _PLACES = {
     "Plan": "protocol.plan.soundness",
     "Run": "simulations.run",
     "Site": "clients.embedded",
+    "ask": "simulations.run",
     "calibrate": "simulations.planning",
     "epsilon": "simulations.planning",
     "errors": "protocol",

@@ -17,6 +17,7 @@ from cloister.aggregation.features import (
     gate,
     groups,
     in_clear,
+    question,
     server_optimizer,
     site_unit,
 )
@@ -47,6 +48,7 @@ T = TypeVar("T")
 FEATURES: tuple[Feature, ...] = (
     in_clear.FEATURE,
     site_unit.FEATURE,
+    question.FEATURE,
     compression.FEATURE,
     balance.FEATURE,
     groups.FEATURE,

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.aggregation.features.registry import FIGURES
+from cloister.cli.show.answer import print_answer
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.lm.measures.confusion import ClassFigures, Confusion
 from cloister.lm.measures.figures import FIGURES as EVALUATED
@@ -27,7 +28,7 @@ from cloister.protocol.plan.plan import DataSection
 from cloister.server.display import LineDisplay
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
-from cloister.server.record.outcome import Outcome
+from cloister.server.record.outcome import Outcome, read_answer
 from cloister.server.record.phases import Phase
 from cloister.server.record.report import gather, most_charges, over_runs
 from cloister.simulations.federation import left_out
@@ -57,7 +58,8 @@ def to_json(
         preferences `pairs` and `pairs_per_second`; `classification`, the held-out texts by class, or prompts by choice,
         and what they were taken for (`lm/measures/confusion.py`), while `accuracy` is that of labels, of texts, words
         or tokens; `entities`, those of held-out texts by type (`lm/measures/entities.py`); `command_seconds`;
-        `peak_rss_bytes`, the largest resident sets in this command. None where there is no figure.
+        `peak_rss_bytes`, the largest resident sets in this command; of a question `answer`. None where there is no
+        figure.
     """
     epsilon = None if folder.plan.simulation.noise_seed is not None else _epsilon(folder, outcome)
     over = None if epsilon is None else over_runs(folder.plan, run_history(folder), epsilon)
@@ -93,8 +95,14 @@ def to_json(
             f"{label}s_per_second": outcome.tokens_per_second or None,
             "peak_rss_bytes": {"coordinator": outcome.coordinator_rss, "largest_worker": outcome.worker_rss},
             "params_sha256": outcome.params_sha256,
+            **({"answer": _answer(folder, outcome)} if folder.plan.question is not None else {}),
         }
     )
+
+
+def _answer(folder: RunFolder, outcome: Outcome) -> dict[str, object] | None:
+    """The answer to the run's question; None if it ended before its sum was opened."""
+    return None if outcome.stopped else read_answer(folder).to_json()
 
 
 def losses_of_sites(
@@ -137,6 +145,9 @@ def print_outcome(
         absent: As for `to_json`.
     """
     plan = folder.plan
+    if plan.question is not None:
+        print_answer(console, folder, absent)
+        return
     if losses is not None:
         _print_losses(console, losses)
     console.print(_summary(folder, outcome))

@@ -24,7 +24,7 @@ from cloister.protocol.errors import CloisterError, DataError, ModelError
 from cloister.protocol.machine.prerequisites import check_extra, size
 from cloister.protocol.machine.storage import check_empty, write_folder
 from cloister.protocol.plan.plan import NO_EVALUATION, DataSection, Plan
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles, trained_plan
 from cloister.server.record.history import run_history
 from cloister.simulations import given
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
 
     source = Path(arguments.run)
-    plan, files = read_plan(source), RunFiles(source)
+    plan, files = trained_plan(source), RunFiles(source)
     target = files.compressed if arguments.out is None else Path(arguments.out)
     check_empty(target, "--out", CloisterError)
     if plan.data.kind.writes != "continuation":

@@ -14,7 +14,7 @@ from cloister.cli.options.shared_options import Parser, tell
 from cloister.lm.measures.figures import FIGURES
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
 from cloister.protocol.machine.storage import check_empty, write_bytes, write_folder
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles, trained_plan
 from cloister.server.record.history import run_history
 from cloister.server.record.report import gather
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the folder, and print what it may claim and where it is."""
 
     source, target = Path(arguments.run), Path(arguments.folder)
-    plan, files = read_plan(source), RunFiles(source)
+    plan, files = trained_plan(source), RunFiles(source)
     check_empty(target, "DIR", CloisterError)
     from cloister.cli.show.card import claim, claim_facts, to_card
     from cloister.lm.model.own import know

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser
 from cloister.protocol.errors import CloisterError, ModelError, RunFolderError
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles, trained_plan
 
 
 def options(parser: Parser) -> None:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CloisterError("--prompt", arguments.prompt, expected="text in UTF-8") from None
 
     folder = Path(arguments.run)
-    plan = read_plan(folder)  # refuses a folder that holds no run
+    plan = trained_plan(folder)  # refuses a folder that holds no run
     if not plan.data.kind.writes:
         raise CloisterError(
             "data.task",

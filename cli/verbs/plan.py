@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
 
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import relation, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
+from cloister.privacy.report.answer import SIZES, expected
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.machine.packages import installed
 from cloister.protocol.machine.prerequisites import size
@@ -102,6 +107,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if plan.cohort.mode == "async":
             found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
         found |= asdict(secure) if secure else {}
+        if terms and terms.asked:
+            found["expected_errors"] = expected_errors(plan, terms)
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
     console = PipedConsole()
@@ -111,6 +118,8 @@ def _check(arguments: argparse.Namespace) -> int:
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
     _print_cost(console, plan, sections)
+    if terms and terms.asked:
+        console.print(_of_answer(plan, terms))
     if not_used:
         console.say(f"records of the sites: {not_used}", "bold yellow")
     return 0
@@ -205,8 +214,9 @@ def warnings(plan: Plan) -> list[str]:
 
 def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
     """What a round costs without privacy and secure sum."""
-    yield "parameters", f"{estimate.parameters:,}"
-    yield "trained and summed", f"{estimate.trained_parameters:,}"
+    if plan.question is None:
+        yield "parameters", f"{estimate.parameters:,}"
+    yield "cells" if plan.question else "trained and summed", f"{estimate.trained_parameters:,}"
     cohort = plan.cohort
     if cohort.mode == "async":
         yield "sites that train at the same time", f"{estimate.cohort:,}"
@@ -214,6 +224,9 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
         yield "rounds after which an update is dropped", f"{cohort.most_stale():,}"
     else:
         yield "sites in a round", f"{estimate.cohort:,}"
+    if plan.question is not None:
+        yield "to a site, and from it", f"{size(estimate.bytes_down)}, {size(estimate.bytes_up)}"
+        return
     least, most = plan.local.step_limits()
     by = {"fixed": "", "weighted": ", by declared speed", "dynamic": ", by measured speed"}
     steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -226,6 +239,30 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
     if plan.aggregation.groups > 1:
         of = " or ".join(f"{n:,}" for n in plan.summed())
         yield "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
+
+
+def _of_answer(plan: Plan, terms: Terms) -> Table:
+    """How far the figures of an answer will be off, by the noise alone, if all sites answer."""
+    found = expected_errors(plan, terms)
+    table = columns(
+        "standard deviation by the noise", *(f"{units:,} units" for units in found), title="Answer"
+    )
+    for name in next(iter(found.values())):
+        errors = (found[units][name] for units in found)
+        table.add_row(Text(name), *("not told" if error is None else f"{error:.2g}" for error in errors))
+    return table
+
+
+def expected_errors(plan: Plan, terms: Terms) -> dict[int, dict[str, float | None]]:
+    """By the number of units of all sites together, the expected standard deviation of each figure by the noise."""
+    assert terms.asked is not None, "only a question has an answer"
+    deviation = terms.asked.deviation(plan.cohort.size())
+    return {
+        units: {
+            name: error if math.isfinite(error) else None for name, error in expected(plan, deviation, units)
+        }
+        for units in SIZES
+    }
 
 
 def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cloister.cli.options.shared_options import Parser, tell
 from cloister.protocol.errors import CloisterError, DataError, ModelError, RunFolderError
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles, trained_plan
 
 
 def options(parser: Parser) -> None:
@@ -25,7 +25,7 @@ def options(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a line for each thing that is found."""
     folder = Path(arguments.run)
-    plan = read_plan(folder)  # refuses a folder that holds no run
+    plan = trained_plan(folder)  # refuses a folder that holds no run
     final, resume = RunFiles(folder).final, RunFiles(folder).resume_command()
     if not final.is_dir():
         raise RunFolderError(

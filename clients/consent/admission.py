@@ -203,7 +203,10 @@ class Admission:
             noise = terms.noise_multiplier
             epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
         pinned = self.roster().hash.hex() if self._config.roster else ""
-        policy.check(plan, noise=noise, epsilon=epsilon, cohort=plan.quorum(), roster_hash=pinned)
+        asked = terms.epsilon(1) if terms is not None and plan.question is not None else math.inf
+        policy.check(
+            plan, noise=noise, epsilon=epsilon, cohort=plan.quorum(), roster_hash=pinned, asked=asked
+        )
 
     def rounds(self, plan: Plan) -> int:
         """Rounds of the plan that draw this site; all rounds if the site has no roster."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cloister.clients.setup.config import SiteConfig
 from cloister.privacy.accounting.accountant import composed, epsilon_of
-from cloister.privacy.accounting.claims import unit_in_words
+from cloister.privacy.accounting.claims import unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
@@ -235,14 +235,14 @@ class Spending:
         return Ledger(self._path, self._config.name, composed)
 
     def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
-        unit = unit_in_words(plan.data, plan.privacy) if plan.privacy.dpsgd else "all data of the site"
+        protected = unit(plan) if plan.privacy.dpsgd else "all data of the site"
         return Charge(
             id=f"{run}/{round_number}/{secrets.token_hex(8)}",
             dataset=self._config.data_name,
             run=run,
             round=round_number,
             attempt=0,
-            what=f"update, per {unit}",
+            what=f"{'update' if plan.question is None else 'answer'}, per {protected}",
             event=to_json(events),
             delta=plan.privacy.delta,
         )

@@ -17,11 +17,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cloister.aggregation.sums import Sums
 from cloister.clients.ranks.device_mesh import mesh_for, several
 from cloister.clients.state.attempt import Attempts
+from cloister.clients.training.ask import Asked
 from cloister.clients.training.dpsgd import PrivateTrainer
 from cloister.clients.training.work import Here, Work
 from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Vector
-from cloister.lm.model.model import LanguageModel, load_model
+from cloister.lm.model.model import LanguageModel, device_for, load_model
 from cloister.lm.training.train import Trainer
 from cloister.protocol.identity.roster import Roster, load_identity, load_roster
 from cloister.protocol.messages.messages import SumId
@@ -122,8 +123,13 @@ class Resident:
         if key in self._loaded:
             return self._loaded[key]
         torch.set_num_threads(plan.local.threads)
-        degrees, devices = mesh_for(plan, mesh, device_name)
         work: Work
+        if plan.question is not None:
+            model = load_model(plan)
+            work, sums = Asked(plan, model, device_for(device_name)), Sums.over(plan, model.layout, base_hash)
+            self._loaded[key] = Loaded(plan, base_hash, model, work, sums)
+            return self._loaded[key]
+        degrees, devices = mesh_for(plan, mesh, device_name)
         if not several(degrees, mesh):
             model, device = load_model(plan, read_base()), torch.device(devices[0])
             model.module.to(device)

@@ -6,7 +6,7 @@ What is here has the model. `site.py`, which combines it with keys, ledger and a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -26,6 +26,7 @@ from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Weights
 from cloister.lm.tasks.task import HeldOut
+from cloister.lm.text.records import Record, Unusable
 from cloister.lm.training.evaluate import held_out
 from cloister.lm.training.moments import Carry
 from cloister.lm.training.train import LocalUpdate, Trainer
@@ -47,6 +48,8 @@ class Task:
     """The part of the model's layout that the round trains."""
     sequences: Callable[[], Prepared]
     """Opens the site's sequences; picklable."""
+    records: Callable[[Unusable], Iterator[Record]]
+    """Reads the site's records one by one; picklable."""
     carry: Carry | None
     """What the update begins with, and where what it leaves is written; None where the plan carries nothing."""
     steps: int

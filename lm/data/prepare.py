@@ -156,7 +156,8 @@ def prepare(
     if data.deduplicate:
         pieces = _unique(pieces, unusable, task, pad)
     if units is not None:
-        *sides, used = _split_units(pieces, data, seed, units)
+        trained, kept, used = _split_units(pieces, data, seed, units)
+        sides = trained, [each for each in (_scored(unit, task) for unit in kept) if each.pieces]
         parts = [_lay_out_units(side, task, pad, shared=bool(units.owner)) for side in sides]
         return Prepared(parts[0], parts[1], used, unusable.left_out, unusable.places)
     owned = [(owner, example) for owner, (example,) in pieces]
@@ -391,6 +392,12 @@ class _Unit(NamedTuple):
     """What decides whether the unit is held out."""
     pieces: list[Example]
     """The pieces, by rank."""
+
+
+def _scored(unit: _Unit, task: Task) -> _Unit:
+    """A unit that is held out, with what an evaluation scores of it; without pieces if that is nothing."""
+    pieces = map(task.answered, unit.pieces)
+    return unit._replace(pieces=[piece for piece in pieces if task.rows(piece).any()])
 
 
 def _lay_out_units(units: Sequence[_Unit], task: Task, pad: int, *, shared: bool) -> Sequences:

@@ -49,7 +49,8 @@ from cloister.lm.tasks.registry import task_of, tokenizer_of
 from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
-from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
+from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan, PrivacySection
+from cloister.protocol.plan.questions import cells, question_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -84,6 +85,8 @@ class LanguageModel:
     """Whether the weights under its adapter are not those of a named checkpoint."""
     written: frozenset[str] = frozenset()
     """The parameters and buffers that a pass writes to; all if it cannot be followed (`writes.py`)."""
+    about: LanguageModel | None = None
+    """The model that a question is about, whose answer is then `module`; None: there is none."""
 
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
@@ -112,6 +115,8 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
         ModelError: the model does not exist, its files are incomplete, or it does not fit the plan or this machine.
         UpdateError: `base` is of another model.
     """
+    if plan.question is not None:
+        return _asked(plan)
     precision = plan.model.adapter.base_precision
     frozen.check_machine(precision)
     config, place = _configure(plan)
@@ -145,6 +150,30 @@ def load_model(plan: Plan, base: Vector | None = None, *, empty: bool = False) -
     return LanguageModel(module, tokenizer, layout, plan.model, own, written)
 
 
+class _Answer(nn.Module):
+    """What a question fills in: its answer, in place of a model's parameters."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.answer = nn.Parameter(torch.zeros(count))
+
+
+def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
+    """What a question sums; and the model that it is about, which all sites have alike.
+
+    Args:
+        plan: The question.
+        outlined: Load no weights.
+    """
+    module, about, tokenizer, source = _Answer(len(cells(plan))), None, tokenizer_of(plan), ""
+    layout = Layout.of(module.named_parameters())
+    if question_of(plan).kind == "evaluate":
+        of = plan.model_copy(update={"question": None, "privacy": PrivacySection()})
+        about = outline(of) if outlined else load_model(of)
+        source = "" if outlined else origin(plan.model, about.module, tokenizer, ())
+    return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=about)
+
+
 class Counts(NamedTuple):
     """Numbers of parameters of a model."""
 
@@ -174,6 +203,8 @@ def outline(plan: Plan) -> LanguageModel:
     Raises:
         ModelError: as `load_model`, for everything that can be checked without the weights.
     """
+    if plan.question is not None:
+        return _asked(plan, outlined=True)
     config, _ = _configure(plan)
     tokenizer = tokenizer_of(plan)
     _check_fits(plan, config, tokenizer)

@@ -95,7 +95,8 @@ def spent(
     Args:
         events: What was released, in any order; equal ones are merged first, so a long ledger costs little more.
         delta: Above 0 and below 1.
-        accountant: `pld`, or `rdp`. Skellam noise has only `rdp`, which then composes the whole list. For a `group`,
+        accountant: `pld`, or `rdp`. Skellam noise has only `rdp`: it composes the whole list, or, if that is less, its
+            bound for that noise is added to that of `pld` for all else. For a `group`,
             and for steps on owners in a list with records, `rdp` knows only a loose bound, without amplification.
         group: k, 1 or more units that differ together.
         points: Grid points of the loss of one step. Fewer take less time, for a group in proportion, and give a larger
@@ -235,7 +236,7 @@ class _Losses(NamedTuple):
 
 
 def _unit(event: Event) -> Unit:
-    return event.unit if isinstance(event, SampledGaussian) else "site"
+    return event.unit if isinstance(event, SampledGaussian | Skellam) else "site"
 
 
 def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
@@ -253,8 +254,9 @@ def _losses(events: Sequence[Event], unit: Unit, group: int) -> _Losses:
             case CorrelatedGaussian(z):
                 gaussian[z / sensitivity] += 1
             case Skellam(variance, l2, l1, count, extra):
+                times = group if event.unit == unit else 2
                 for mu, l2_part, l1_part in ((variance, l2, l1), *extra):
-                    skellam[mu, sensitivity * l2_part, sensitivity * l1_part] += count
+                    skellam[mu, times * l2_part, times * l1_part] += count
     for step in [step for step in steps if step.rate == 1]:
         gaussian[step.noise / step.sensitivity] += steps.pop(step)
     return _Losses(
@@ -272,7 +274,12 @@ def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int)
     if accountant == "rdp":
         return Spent(renyi, delta, "rdp")
     if losses.skellam:
-        return Spent(renyi, delta, "rdp", "Skellam noise is composed by Renyi divergences")
+        return _split(
+            losses,
+            delta,
+            points,
+            Spent(renyi, delta, "rdp", "Skellam noise is composed by Renyi divergences"),
+        )
     try:
         epsilon = _pld(losses, delta, renyi, points)
     except _OutOfReachError as error:
@@ -280,6 +287,26 @@ def _compose(losses: _Losses, delta: float, accountant: Accountant, points: int)
     if renyi < epsilon:  # both are upper bounds
         return Spent(renyi, delta, "rdp", "here the Renyi bound is the smaller one")
     return Spent(epsilon, delta, "pld")
+
+
+def _split(losses: _Losses, delta: float, points: int, joint: Spent) -> Spent:
+    """The least of the joint Renyi bound and of two bounds added up: Skellam noise by Renyi divergences at a part of
+    delta, all else by privacy loss distributions at the rest of it.
+
+    That two mechanisms cost together at most the sum of their epsilons, at the sum of their deltas, holds also where
+    they run at the same time and each depends on what the other has released (Vadhan and Wang 2021, "Concurrent
+    composition of differential privacy"; Lyu 2022 and Vadhan and Zhang 2023 for a delta). The parts are fixed, so none
+    is chosen by results.
+    """
+    noisy, rest = losses._replace(steps=(), rho=0.0), losses._replace(skellam=())
+    if rest == _Losses((), 0.0, ()):
+        return joint
+    found = joint
+    for part in _PARTS:
+        sides = _rdp(noisy, part * delta), _compose(rest, (1 - part) * delta, "pld", points).epsilon
+        if sum(sides) < found.epsilon:
+            found = Spent(sum(sides), delta, "pld", _ADDED)
+    return found
 
 
 def _rdp(losses: _Losses, delta: float, orders: Sequence[int] | None = None) -> float:
@@ -342,6 +369,9 @@ def _whole_orders(*, sampled: bool) -> tuple[int, ...]:
 
 
 _DIFFERENT = "mechanisms that differ are composed by Renyi divergences, and hold at twice delta"
+_PARTS = (0.01, 0.1, 0.5, 0.9, 0.99)
+"""Parts of delta that Skellam noise may have."""
+_ADDED = "Skellam noise is counted by Renyi divergences, all else by privacy loss distributions, and the two are added"
 _MOST_STEPS = 10**6  # after which a composition takes minutes
 _DEEPEST = 200_000  # intervals from 0 to epsilon
 _COMPOSED = 2**20  # points of the sum of all losses

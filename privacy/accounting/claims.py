@@ -19,6 +19,7 @@ from cloister.protocol.plan.plan import (
     Plan,
     PrivacySection,
 )
+from cloister.protocol.plan.questions import of_sequences
 
 
 def thing(plan: Plan) -> str:
@@ -36,6 +37,9 @@ def unit(plan: Plan) -> str:
         return ""
     if plan.privacy.unit == "site":
         return "everything that one site holds"
+    if not of_sequences(plan):  # it reads the fields of whole records
+        owner = f"all records of one owner at one site, named by the field {plan.data.owner!r}"
+        return owner if plan.privacy.unit == "owner" else f"one {thing(plan)}"
     return unit_in_words(plan.data, plan.privacy)
 
 
@@ -99,6 +103,16 @@ def things(plan: Plan) -> str:
     return plan.data.kind.things if thing(plan) == plan.data.kind.thing else f"{thing(plan)}s"
 
 
+def in_steps(plan: Plan) -> bool:
+    """Whether each site adds all of the noise that covers its units, in its own steps (DP-SGD)."""
+    return plan.privacy.dpsgd and plan.question is None
+
+
+def shared_noise(plan: Plan) -> bool:
+    """Whether the sites' noise covers their units only together."""
+    return plan.question is not None or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
+
+
 def relation(plan: Plan) -> str:
     """How neighbouring data sets differ: the words after `data sets that differ by`."""
     if plan.privacy.unit == "none":
@@ -135,6 +149,8 @@ PROSE = Prose(
     independent=Blt(),
     participation=participation,
     thing=thing,
+    in_steps=in_steps,
+    shared_noise=shared_noise,
     used=_used,
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,

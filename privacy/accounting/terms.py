@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from cloister.privacy.accounting.accountant import Accountant, calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
+from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.questions import cells, most_in_cell, most_of_unit
 
 _DIGITS = 4
 """Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
@@ -37,6 +40,8 @@ class Terms:
     accountant: Accountant
     mechanism: SiteMechanism | None
     """How updates are summed; unit `site` only."""
+    asked: UnitSum | None = None
+    """How the units' vectors are summed; a question only."""
 
     def events(self, rounds: int, paid: int = 0) -> tuple[Event, ...]:
         """What `rounds` more rounds cost a site that was charged for `paid` other rounds of the run.
@@ -83,17 +88,26 @@ def _terms(plan_json: str, dimension: int) -> Terms:
             least = calibrate(
                 privacy.target_epsilon,
                 privacy.delta,
-                lambda z: _round(plan, z, dimension)[0] * times,
+                lambda z: _round(plan, z, dimension).events * times,
                 privacy.accountant,
             )
             noise = math.ceil(least * 10**_DIGITS) / 10**_DIGITS
-        events, mechanism = _round(plan, noise, dimension)
+        cost = _round(plan, noise, dimension)
     except AccountingError as error:
-        field = error.field if error.field.startswith("privacy.") else f"privacy.{error.field}"
+        field = error.field if error.field.startswith(("privacy.", "question.")) else f"privacy.{error.field}"
         raise PlanError.of(error, field) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
-    return Terms(privacy.unit, noise, privacy.delta, events, budget, privacy.accountant, mechanism)
+    return Terms(
+        privacy.unit,
+        noise,
+        privacy.delta,
+        cost.events,
+        budget,
+        privacy.accountant,
+        cost.mechanism,
+        cost.asked,
+    )
 
 
 def participation(plan: Plan) -> Participation | None:
@@ -105,13 +119,32 @@ def participation(plan: Plan) -> Participation | None:
     return Participation(plan.run.rounds, correlated.separation, correlated.participations)
 
 
-def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...], SiteMechanism | None]:
-    """What a round costs with a noise multiplier, and, for the unit `site`, the mechanism."""
+class _Round(NamedTuple):
+    """What a round costs, and how its sum is noised; as in `Terms`."""
+
+    events: tuple[Event, ...]
+    mechanism: SiteMechanism | None = None
+    asked: UnitSum | None = None
+
+
+def _asked(plan: Plan, noise: float) -> UnitSum:
+    """The mechanism of a question with a noise multiplier."""
+    unit, bits = plan.privacy.unit, plan.aggregation.ring_bits
+    assert unit != "none", "a sound question has a unit"
+    bound, most, sites = most_of_unit(plan), most_in_cell(plan), plan.cohort.size()
+    return unit_sum(noise, bound, len(cells(plan)), sites, most, plan.honest(), bits, unit)
+
+
+def _round(plan: Plan, noise: float, dimension: int) -> _Round:
+    """What a round costs with a noise multiplier, and the mechanism of its sum, where that adds the noise."""
     privacy, bits = plan.privacy, plan.aggregation.ring_bits
+    if plan.question is not None:
+        asked = _asked(plan, noise)
+        return _Round((asked.event,), asked=asked)
     if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
         event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit)
-        return (event,), None
+        return _Round((event,))
     # With groups each group's sum has noise for itself, and a site is in one group.
     sites = max(plan.summed())
     if privacy.trusted_coordinator:
@@ -122,4 +155,4 @@ def _round(plan: Plan, noise: float, dimension: int) -> tuple[tuple[Event, ...],
         mechanism = central(noise, dimension, sites, bits, privacy.adaptive, correlated)
     else:
         mechanism = distributed(noise, dimension, sites, plan.honest(), bits, privacy.adaptive)
-    return (mechanism.event,), mechanism
+    return _Round((mechanism.event,), mechanism)

@@ -33,7 +33,7 @@ from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, to_json
-from cloister.protocol.errors import BudgetError, LedgerError
+from cloister.protocol.errors import BudgetError, LedgerError, PlanError
 from cloister.protocol.plan.plan import Plan
 
 OWNER = "simulation"
@@ -59,6 +59,9 @@ class DatasetLedger:
 
     Args:
         plan: A plan that names both.
+
+    Raises:
+        PlanError: a question may have an owner at several sites.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -70,6 +73,14 @@ class DatasetLedger:
         self._plan = plan
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
+        if self._at_several_sites and plan.question is not None:
+            raise PlanError(
+                "simulation.field",
+                simulation.field,
+                expected=f"{plan.data.owner!r} with a ledger, so that each owner is at one site: in a question the "
+                "vectors of an owner at two sites are in one sum, which costs more than two charges",
+                fix="set simulation.field to data.owner",
+            )
 
     @classmethod
     def of(cls, plan: Plan) -> DatasetLedger | None:

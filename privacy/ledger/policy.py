@@ -10,6 +10,7 @@ is demanded, and to see that a demand is present).
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
@@ -23,6 +24,7 @@ from cloister.protocol.plan.settings import InWords, Section, Settings
 _MAIN = ModelSection().revision
 Unit = Literal["none", "record", "window", "owner", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
+QuestionKind = Literal["evaluate", "histogram", "mean"]
 
 
 class Policy(Section):
@@ -73,6 +75,11 @@ class Policy(Section):
     """Adapter schemes that are accepted; empty: any."""
     most_rounds: Annotated[int, Field(ge=1)] | None = None
     """Most rounds of a run; left out: no limit."""
+    questions: tuple[QuestionKind, ...] = ()
+    """Kinds of questions to which this site may answer (`[question]` in a plan); empty: none. An answer is a noised sum
+    over the sites, and is charged as a run is."""
+    greatest_question_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest epsilon of one question; left out: no limit but `greatest_epsilon`."""
     families: tuple[
         Annotated[
             str,
@@ -82,7 +89,8 @@ class Policy(Section):
         ...,
     ] = ()
     """Families of plans to which this policy consents: to one run of each plan, without `cloister site accept`. A
-    family has one model, data, public training, aggregation and privacy, and noise that the sites add. It needs
+    family has one model, data, public training, aggregation, privacy and question, and noise that the sites add. It
+    needs
     `greatest_epsilon`, which limits all runs together."""
 
     @model_validator(mode="after")
@@ -123,7 +131,16 @@ class Policy(Section):
             if package not in self.packages:
                 _refuse("packages", "package", package, _one_of(self.packages) if self.packages else "none")
 
-    def check(self, plan: Plan, *, noise: float, epsilon: float, cohort: int, roster_hash: str) -> None:
+    def check(
+        self,
+        plan: Plan,
+        *,
+        noise: float,
+        epsilon: float,
+        cohort: int,
+        roster_hash: str,
+        asked: float = math.inf,
+    ) -> None:
         """Accept a plan that meets every demand; refuse any other.
 
         Args:
@@ -135,6 +152,7 @@ class Policy(Section):
                 without a privacy unit.
             cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
             roster_hash: Hash of the roster, in hex.
+            asked: Epsilon of a question alone, at its own delta.
 
         Raises:
             PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
@@ -172,6 +190,13 @@ class Policy(Section):
             _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))
         if self.most_rounds is not None and not plan.run.rounds <= self.most_rounds:
             _refuse("most_rounds", "run.rounds", plan.run.rounds, f"at most {self.most_rounds}")
+        if plan.question is not None:
+            if plan.question.kind not in self.questions:
+                accepted = _one_of(self.questions) if self.questions else "no question"
+                _refuse("questions", "question.kind", plan.question.kind, accepted)
+            most = self.greatest_question_epsilon
+            if most is not None and not asked <= most:
+                _refuse("greatest_question_epsilon", "epsilon of the question", asked, f"at most {most}")
         # Last: a plan that is refused for another demand must not tell what the site has spent. One that is refused for
         # none is accepted, and the site joins no other.
         if self.greatest_epsilon is not None and not epsilon <= self.greatest_epsilon:

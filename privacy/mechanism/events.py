@@ -108,7 +108,7 @@ class CorrelatedGaussian(_Checked):
 class Skellam(_Checked):
     """Sums of integer vectors with Skellam noise: f + (Poisson(mu/2) - Poisson(mu/2)) on each coordinate.
 
-    Neighbours: one site's vector or zeros, which changes f by at most `l2` and `l1` in those norms. For
+    Neighbours: the vector of one unit or zeros, which changes f by at most `l2` and `l1` in those norms. For
     integer orders alpha > 1 (Agarwal, Kairouz and Liu 2021, "The Skellam mechanism for differentially private federated
     learning", Theorem 3.5 and its corollary for vectors)
 
@@ -121,18 +121,21 @@ class Skellam(_Checked):
     variance: Positive
     """mu: variance of the honest sites' noise together, on each coordinate, in integer steps squared."""
     l2: Positive
-    """Largest L2 norm of a site's integer vector."""
+    """Largest L2 norm of a unit's integer vector."""
     l1: Positive
-    """Largest L1 norm of a site's integer vector."""
+    """Largest L1 norm of a unit's integer vector."""
     count: Count
     """Releases, 1 or more."""
     extra: Annotated[tuple[Triple, ...], Field(strict=False)] = ()
     """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
+    unit: Unit = "site"
+    """Whose vector it is: that of a site, or in a question that of a record or an owner."""
 
 
 Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 
+_OF_SITES = ("unit", "site")
 _MECHANISMS: dict[str, type[Any]] = {
     "sampled-gaussian": SampledGaussian,
     "gaussian": Gaussian,
@@ -147,8 +150,18 @@ def to_json(events: Iterable[Event]) -> str:
     Equal lists give equal text, so that a ledger can hash it; `from_json` reads it back to equal events.
     """
     names = {kind: name for name, kind in _MECHANISMS.items()}
-    listed = [{"mechanism": names[type(event)], **asdict(event)} for event in events]
+    listed = [{"mechanism": names[type(event)], **_fields(event)} for event in events]
     return json.dumps(listed, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    """The fields of an event; of a sum over sites as ledgers have them that know no other unit."""
+    fields = asdict(event)
+    return {
+        name: value
+        for name, value in fields.items()
+        if not (isinstance(event, Skellam) and (name, value) == _OF_SITES)
+    }
 
 
 @lru_cache(maxsize=1024)  # many entries of a ledger have the same text

@@ -263,6 +263,8 @@ class RunReport(_Strict):
     """Who is responsible for what, in plain words."""
     exposure: str = ""
     """How exposed the data is before anything is released."""
+    released: Literal["models", "answer"] = "models"
+    """What was given out."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
     allowed: NonNegative | None = None
@@ -331,11 +333,18 @@ def verdict(report: RunReport) -> Verdict:
     assert report.delta is not None
     return Verdict(
         True,
-        f"This run protects {report.unit_in_words}: every model that it released over {_rounds(report.rounds)} is "
+        f"This run protects {report.unit_in_words}: {_released(report)} is "
         f"differentially private with epsilon {at_most(report.epsilon)} {_over_runs(report)} and delta "
         f"{scientific(report.delta)} between data sets that differ by {report.relation}, provided that every "
         "assumption on this page holds.",
     )
+
+
+def _released(report: RunReport) -> str:
+    """What the guarantee is about."""
+    if report.released == "answer":
+        return "the answer that it released, with all that was opened for it,"
+    return f"every model that it released over {_rounds(report.rounds)}"
 
 
 def _over_runs(report: RunReport) -> str:
@@ -391,12 +400,16 @@ def _objection(report: RunReport) -> str:
     return ""
 
 
+def _nothing(report: RunReport) -> str:
+    return "answer" if report.released == "answer" else "model that was trained on the sites' data"
+
+
 def _unclaimed(report: RunReport) -> str:
     """What keeps a guarantee from being claimed, though noise was added for it; empty if nothing does."""
     if not report.ledger.verified:
         return f"its ledger does not verify ({report.ledger.problem or 'no reason was recorded'})"
     if not any(row.sites for row in report.rounds):  # a round that was given up has no sites
-        return "it finished no round, so it released no model that was trained on the sites' data"
+        return f"it finished no round, so it released no {_nothing(report)}"
     if report.epsilon is None:
         return ""
     if not report.ledger.rows:

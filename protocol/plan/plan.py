@@ -34,6 +34,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Clip = Annotated[float, Field(ge=SMALLEST_CLIP, le=LARGEST_CLIP)]
+Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
 Degree = Annotated[int, Field(ge=1, le=1024)]
@@ -48,6 +49,9 @@ MOST_CORRELATED = 10_000
 
 MOST_GROUPS = 100
 """Most groups of a round: their median takes minima and maxima of G (G - 1) / 2 pairs of vectors."""
+
+SCORED = ("causal", "choices", "classify", "token-classify")
+"""Tasks with labels of which each is right or wrong, and has a loss."""
 
 MOST_CLASSES = 256
 """Most classes of a classifier, and most choices: a confusion matrix has the square of it, in each site's totals."""
@@ -119,6 +123,7 @@ _UNCORRELATED = Only(
     why="later rounds cancel the noise of earlier ones only if all train the same parameters with the same clipping "
     "norm",
 )
+_TRAINS = Only("question", (None,))
 _SHARED_OUT = Only("simulation.sites", ((),))
 _OVER_RUNS = Only("simulation.ledger", but=("",), required='"mine"', because="charge", why=_UNPROTECTED)
 
@@ -129,9 +134,14 @@ class PlanSection(Section):
     def __init__(self, **values: Any) -> None:
         settings = Settings(type(self), type(self).__name__, PlanError)
         try:
-            self.__pydantic_validator__.validate_json(settings.text(values), self_instance=self)
+            self.__pydantic_validator__.validate_json(settings.text(self._filled(values)), self_instance=self)
         except ValidationError as error:
             raise settings.first(error) from None
+
+    @classmethod
+    def _filled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of a section with what follows from some of them."""
+        return values
 
     # Without it pydantic would call `__init__` for each section that it reads.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # functions may have any attribute
@@ -630,7 +640,7 @@ class PrivacySection(PlanSection):
     accountant: Annotated[Literal["pld", "rdp"], _PRIVATE] = "pld"
     """How losses are composed: `pld` (privacy loss distributions, tight) or `rdp` (Renyi divergences); Skellam noise
     has only `rdp`."""
-    sampling_rate: Annotated[Fraction | None, _private("record", "owner", required="0.01")] = None
+    sampling_rate: Annotated[Fraction | None, _private("record", "owner", required="0.01"), _TRAINS] = None
     """Probability with which each record or owner of a site is in a step's batch,
     independently (Poisson)."""
     record: Annotated[Literal["record", "window"], _DPSGD, _WINDOWS, _TEXT] = "record"
@@ -655,10 +665,10 @@ class PrivacySection(PlanSection):
     """How gradients of single units are computed. `reference`: one unit at a time, correct for every model. `opacus`:
     many units at a time by Opacus, faster. The rounding of a unit's gradient then depends on the other units, which a
     coordinator that sends crafted weights can amplify: with `opacus` the coordinator is trusted not to do so."""
-    trusted_coordinator: Annotated[bool, _OF_SITES] = False
+    trusted_coordinator: Annotated[bool, _OF_SITES, _TRAINS] = False
     """The coordinator is trusted, and adds Gaussian noise to the sum; if false, each site adds its share
     of Skellam noise under the secure sum."""
-    adaptive: Annotated[AdaptiveSection | None, _OF_SITES, _UNCORRELATED] = None
+    adaptive: Annotated[AdaptiveSection | None, _OF_SITES, _UNCORRELATED, _TRAINS] = None
     """Let the clipping norm follow a quantile of the update norms."""
     correlated: Annotated[
         CorrelatedSection | None,
@@ -744,6 +754,44 @@ class ServerSection(PlanSection):
     """Checkpoints kept on disk; older ones are removed after a newer one is durable."""
     gate: GateSection = GateSection()
     """Conditions on the mean of a round."""
+
+
+class QuestionSection(PlanSection):
+    """A question to the sites, in place of training: one bounded vector for each unit, whose noised sum is the answer.
+
+    The run then has one round, and each site adds a part of the noise (docs/questions.md)."""
+
+    kind: Literal["evaluate", "histogram", "mean"]
+    """`evaluate`: how the model of `[model]` does on the sites' held-out records. `histogram`: how many units have
+    which value of a field. `mean`: mean and variance of a field's numbers."""
+    most_units: Annotated[int, Field(ge=1, le=10**7)] = 10_000
+    """Units of a site for which the ring has room, such as records. A site with more of them is in the sum too, but the
+    answer may then be wrong. Fewer leave finer steps."""
+    field: Annotated[str, Only("question.kind", ("histogram", "mean"), required='"age"')] = ""
+    """Field that is counted or averaged."""
+    measure: Annotated[Literal["value", "characters"], Only("question.kind", ("histogram", "mean"))] = "value"
+    """What of the field: its `value`, or its number of `characters`."""
+    values: Annotated[tuple[str, ...], Only("question.kind", ("histogram",))] = ()
+    """Values that are counted, each in a cell of its own; a whole number counts as its digits. All others are in the
+    cell `other`."""
+    edges: Annotated[tuple[int | float | str, ...], Only("question.kind", ("histogram",))] = ()
+    """Instead of `values`: edges of ranges, in order, all numbers or all texts (dates such as "2024-01-01" are in the
+    order of texts). A range has its lower edge and not its upper one. What lies below the first edge or from the last
+    one on has a cell of its own."""
+    range: Annotated[tuple[Finite, Finite] | None, Only("question.kind", ("mean",), required="[0, 120]")] = (
+        None
+    )
+    """Smallest and largest number that counts; one beyond counts as the nearer of the two. The noise grows with the
+    distance between them."""
+    figures: Annotated[
+        tuple[Literal["accuracy", "loss", "confusion"], ...], Only("question.kind", ("evaluate",))
+    ] = ("accuracy",)
+    """What an evaluation tells. `accuracy`: the share of a unit's labels that the model finds. `loss`: a unit's mean
+    loss per label, that of each of its sequences cut at `most_loss`. `confusion`: of a classifier how often each class
+    was taken for each, which has the accuracy in it. With `loss` the noise of the others is sqrt(2) times as large at
+    the same epsilon."""
+    most_loss: Annotated[Positive, Only("question.kind", ("evaluate",))] = 10.0
+    """Largest loss of a sequence that counts, in nats per label; with `loss`."""
 
 
 class MeshSection(PlanSection):
@@ -912,6 +960,8 @@ class Plan(PlanSection):
     """Training on public text before the first round."""
     server: ServerSection = ServerSection()
     """The coordinator's step."""
+    question: QuestionSection | None = None
+    """A question to the sites, in place of training."""
     simulation: SimulationSection = SimulationSection()
     """How one machine simulates the federation."""
     faults: FaultsSection = FaultsSection()
@@ -935,8 +985,10 @@ class Plan(PlanSection):
 
     def family(self) -> str:
         """SHA-256, in hex, over the canonical JSON of what a family of plans has alike: model, data, public training,
-        aggregation and privacy. Rounds, local training, cohort and evaluation may differ."""
-        alike = self.model_dump(mode="json", include={"model", "data", "public", "aggregation", "privacy"})
+        aggregation, privacy and question. Rounds, local training, cohort and evaluation may differ."""
+        alike = self.model_dump(
+            mode="json", include={"model", "data", "public", "aggregation", "privacy", "question"}
+        )
         return hashlib.sha256(_canonical(alike)).hexdigest()
 
     def to_json(self) -> str:

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,9 +26,16 @@ from cloister.protocol.plan.plan import (
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
+    NO_EVALUATION,
+    SCORED,
     SMALLEST_COHORT,
     WIDEST_BALANCE,
+    AdapterSection,
     CorrelatedSection,
+    LocalSection,
+    PublicSection,
+    QuestionSection,
+    ServerSection,
 )
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.settings import Because, Only, Overrides, Section, Settings
@@ -54,6 +62,10 @@ class Plan(Contract):
     Raises:
         PlanError: a field is wrong, or the plan is not sound: the first refusal.
     """
+
+    @classmethod
+    def _filled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return _asks(values)
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
@@ -103,7 +115,11 @@ class Plan(Contract):
         if not isinstance(overrides, Mapping):
             overrides = list(overrides)
         given = [override.partition("=")[0].strip() for override in overrides]
-        return from_json(_effective(_SETTINGS.to_json(text, overrides, origin=origin), given))
+        return from_json(
+            _effective(
+                json.dumps(_asks(json.loads(_SETTINGS.to_json(text, overrides, origin=origin)))), given
+            )
+        )
 
     def changed(self, values: Mapping[str, Any] | None = None, **sections: Any) -> Plan:
         """The plan with other values of some fields, checked: `changed({"local.steps": 50})`, `changed(local={"steps":
@@ -171,7 +187,7 @@ def recorded(text: str | bytes) -> Contract:
 def refusals(plan: Contract) -> Iterator[Refusal]:
     """Why a plan is not sound; nothing if it is."""
     vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_buffer
-    training = _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
+    training = _of_question, _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
     for check in (*vector, *training):
         yield from check(plan)
 
@@ -351,6 +367,99 @@ def _of_buffer(plan: Contract) -> Iterator[Refusal]:
             "lower cohort.buffer",
             "definition",
         )
+
+
+_ASKED: dict[str, Any] = {
+    "run.rounds": 1,
+    "server.evaluation": NO_EVALUATION,
+    "aggregation.weighting": "uniform",
+}
+"""Fields that have one value in a question, which is filled in where a text does not set them."""
+_AS_EVER = (
+    "aggregation.ring_bits",
+    "aggregation.groups",
+    "aggregation.part",
+    "cohort.fraction",
+    "faults.poison",
+    *(f"model.adapter.{name}" for name in AdapterSection.model_fields),
+    *(f"local.{name}" for name in LocalSection.model_fields),
+    *(f"public.{name}" for name in PublicSection.model_fields),
+    *(f"server.{name}" for name in ServerSection.model_fields if name != "evaluation"),
+)
+"""Fields that have their defaults in a question."""
+
+
+def _asks(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a plan with what a question fixes."""
+    if not values.get("question"):
+        return values
+    filled = dict(values)
+    for field, value in {"run.name": "question", **_ASKED}.items():
+        section, _, name = field.partition(".")
+        if isinstance(found := filled.get(section, {}), dict):
+            filled[section] = {name: value, **found}
+    return filled
+
+
+def _of_question(plan: Contract) -> Iterator[Refusal]:
+    """A question without noise that covers it, with parts that it does not use, or without cells."""
+    question, default = plan.question, Contract()
+    if question is None:
+        return
+    for field, wrong, fix in (
+        ("privacy.unit", "none", 'set privacy.unit = "record", privacy.target_epsilon and privacy.delta'),
+        ("aggregation.secure", False, "set aggregation.secure = true"),
+    ):
+        if _value(plan, field) == wrong:
+            yield Refusal(
+                field,
+                "a privacy unit and the secure sum in a question: the noise that covers a unit is that of all sites "
+                "together",
+                fix,
+                "charge",
+            )
+    for field, value in {**_ASKED, **{field: _value(default, field) for field in _AS_EVER}}.items():
+        if _value(plan, field) != value:
+            yield Refusal(
+                field,
+                f"{json.dumps(value, default=str)} in a question, which trains nothing and asks all sites once",
+                f"remove {field}",
+                "definition",
+            )
+    for field, wanted, fix in _of_cells(plan, question):
+        yield Refusal(f"question.{field}", wanted, fix, "definition")
+
+
+def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with the cells of a question: the field, what was expected, and the fix."""
+    if question.kind == "histogram":
+        if bool(question.values) == bool(question.edges):
+            yield "values", "either values or edges", 'set question.values = ["no", "yes"], or edges'
+        if len(set(question.values)) < len(question.values):
+            yield "values", "different values", "list each once"
+        kinds = {isinstance(edge, str) for edge in question.edges}
+        increasing = len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # of one kind
+        if not increasing or (question.measure == "characters" and True in kinds):
+            expected = (
+                "numbers of characters" if question.measure == "characters" else "all numbers or all texts"
+            )
+            yield "edges", f"increasing edges, {expected}", "set question.edges = [0, 18, 65]"
+    if question.kind == "mean" and question.range and not question.range[0] < question.range[1]:
+        yield "range", "two numbers in increasing order", "set question.range = [0, 120]"
+    if question.kind == "evaluate":
+        figures, task = question.figures, plan.data.task
+        if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
+            wanted = "one figure or more, each once; confusion has the accuracy in it"
+            yield "figures", wanted, 'set question.figures = ["accuracy"]'
+        if "confusion" in figures and task != "classify":
+            yield (
+                "figures",
+                'no "confusion" but with data.task = "classify"',
+                'set question.figures = ["accuracy"]',
+            )
+        if task not in SCORED:
+            wanted = f'"histogram" or "mean" with data.task = "{task}": what a model does on its units has no bound'
+            yield "kind", wanted, "ask a histogram or a mean"
 
 
 def _of_records(plan: Contract) -> Iterator[Refusal]:

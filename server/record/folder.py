@@ -254,6 +254,22 @@ def stored_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(number), path) for number, path in files.items() if number.isdecimal()))
 
 
+def trained_plan(path: Path) -> soundness.Plan:
+    """The plan of the run in a folder, which trains a model.
+
+    Raises:
+        RunFolderError: as `read_plan`, or the run asked a question.
+    """
+    plan = read_plan(path)
+    if plan.question is not None:
+        raise RunFolderError(
+            str(path),
+            expected="a run that trained a model; this one asked a question",
+            fix=f"cloister ask {path}",
+        )
+    return plan
+
+
 def read_plan(path: Path) -> soundness.Plan:
     """The plan of the run in a folder.
 

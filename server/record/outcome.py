@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cloister.aggregation.features.question import asked_of
 from cloister.aggregation.features.registry import FIGURES
+from cloister.aggregation.sums import Sums
 from cloister.lm.measures.confusion import CONFUSION, Confusion
 from cloister.lm.measures.entities import ENTITIES, Entities
 from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.model import saved
-from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.model.layout import Vector
+from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
+from cloister.privacy.report.answer import Answer
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
+from cloister.protocol.machine.storage import write_folder
+from cloister.protocol.messages.digest import vector_hash
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder
@@ -143,6 +153,58 @@ def remove_secrets(files: RunFiles) -> None:
         shutil.rmtree(secret, ignore_errors=True)
 
 
+def save_result(folder: RunFolder, sums: Sums, model: LanguageModel, weights: Vector) -> None:
+    """Write what a run is for: its last model, or the answer to its question.
+
+    A question that ended before its round has no answer, and leaves no folder.
+
+    Args:
+        folder: The run folder.
+        sums: Of the run.
+        model: Its model.
+        weights: (d,) float32, as the last round has left them.
+
+    Raises:
+        StorageError: the disk is full or refuses the write; an existing folder is unchanged.
+    """
+    if folder.plan.question is None:
+        save_pretrained(model, weights, folder.final)
+        return
+    with Journal(folder.journal) as journal:
+        done = journal.newest(steps.DONE)
+    sites = 0 if done is None else done.detail.get("sites", 0)
+    if sites:
+        answer = Answer.of(
+            sums.plan, weights.astype(np.float64) * sites, sites, asked_of(sums).deviation(sites)
+        )
+        text = json.dumps(answer.to_json(), indent=1) + "\n"
+
+        def write(staging: Path) -> None:
+            (staging / ANSWER).write_text(text, encoding="utf-8")
+            saved.record(staging)
+
+        write_folder(folder.final.absolute(), write)
+
+
+ANSWER = "answer.json"
+"""The file in the folder `final` of a question."""
+
+
+def read_answer(files: RunFiles) -> Answer:
+    """The answer in a run folder.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
+    """
+    path = files.final / ANSWER
+    try:
+        return Answer.from_json(path.read_bytes())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunFolderError(
+            str(path), expected=f"the answer of a finished question ({error})", fix=files.resume_command()
+        ) from error
+
+
 def finish(folder: RunFolder, observe: Observer) -> Outcome:
     """Write the final model of a finished run again, from its last checkpoint, if it is missing or damaged.
 
@@ -167,7 +229,9 @@ def finish(folder: RunFolder, observe: Observer) -> Outcome:
         why = f"{saved.RECORD} is missing"
     if why:
         observe(Preparing(f"the final model again, from the last checkpoint: {why}"))
-        model = load_model(folder.plan, base_of(folder.plan, public_model(folder, observe)))
+        base = base_of(folder.plan, public_model(folder, observe))
+        model = load_model(folder.plan, base)
         checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
-        save_pretrained(model, checkpoints.load(done.rounds).weights, final)
+        sums = Sums.over(folder.plan, model.layout, b"" if base is None else vector_hash(base))
+        save_result(folder, sums, model, checkpoints.load(done.rounds).weights)
     return done

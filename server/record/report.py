@@ -138,6 +138,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
+        released="models" if plan.question is None else "answer",
     )
 
 

@@ -116,6 +116,8 @@ def audit(
 
 def _check(plan: Plan, canaries: int | None, steps: int | None, confidence: float) -> None:
     """Refuse what cannot be audited, and options that are out of range; as for `audit`."""
+    if plan.question is not None:
+        raise CloisterError("question", plan.question.kind, expected="none: no audit plays questions")
     if plan.privacy.unit == "none":
         raise CloisterError(
             "privacy.unit",

@@ -174,6 +174,8 @@ def test_every_demand_is_tried() -> None:
     assert {each[0].split(" = ")[0] for each in DEMANDS} == set(Policy.model_fields) - {
         "families",
         "packages",
+        "questions",
+        "greatest_question_epsilon",
     }
 
 

@@ -154,7 +154,7 @@ def spoiled(text: str) -> RunReport:
         return text if isinstance(value, str) else value
 
     found = spoil(json.loads(to_json(realistic())))
-    return read(json.dumps(found | {"unit": "record", "versions": {text: text}}))
+    return read(json.dumps(found | {"unit": "record", "released": "models", "versions": {text: text}}))
 
 
 def test_no_text_becomes_a_tag() -> None:

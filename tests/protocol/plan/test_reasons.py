@@ -22,13 +22,16 @@ from cloister.protocol.plan.soundness import parse
 from cloister.protocol.plan.template import to_toml
 from cloister.tests.pages.plan_page import to_page
 
-MOST = 48
+MOST = 52
 TREE = Path(soundness.__file__).resolve().parents[2]
 FOLDERS = ("protocol", "privacy", "lm", "aggregation", "clients", "server", "simulations", "cli")
 OF_ONE_SITE = ("clients/consent", "clients/setup")
 OF_CALLERS = (
     "an existing TOML file, or a shipped plan",
     "a cloister.Plan",
+    "a plan with a question",
+    "a plan with a [question]",
+    "none: a question trains nothing",
     "0 or more",
     "2 to {LARGEST}",
     "2 to {min(sites, LARGEST)}",

@@ -1,0 +1,82 @@
+"""The answer to a question: a table for a person, with how far each figure may be off."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+
+from rich.table import Table
+from rich.text import Text
+
+from cloister.cli.show.console import PipedConsole, columns
+from cloister.privacy.accounting.claims import unit
+from cloister.privacy.report.answer import CLEAR, WITHIN, Answer, Estimate
+from cloister.privacy.report.figures import at_most
+from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.outcome import ANSWER, outcome, read_answer
+
+_WIDTH = 16
+"""Characters of the longest bar."""
+
+
+def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, str] | None = None) -> None:
+    """Print the answer in a run folder.
+
+    Args:
+        console: Where to.
+        files: The run folder.
+        absent: The sites that took no part, each with the reason.
+
+    Raises:
+        RunFolderError: the run is not finished.
+    """
+    plan, found = read_plan(files.path), outcome(files)
+    if found.stopped:
+        console.say(f"no answer: the run ended before its sum was opened ({found.stopped})", "bold yellow")
+        return
+    answer = read_answer(files)
+    console.print(_table(answer))
+    for site, why in (absent or {}).items():
+        console.say(f"{site} took no part: {why}", "yellow")
+    if any(each.value is None for each in answer.figures):
+        console.say(
+            f"- is a figure within {CLEAR:g} standard deviations of the noise from none: it is not told",
+            "dim",
+        )
+    if plan.simulation.noise_seed is not None:
+        console.say(
+            "no privacy guarantee: the noise came from the declared seed simulation.noise_seed", "bold yellow"
+        )
+    elif found.epsilon is not None:
+        spent = f"epsilon {at_most(found.epsilon)} at delta {plan.privacy.delta:g}, this question alone"
+        console.say(f"protects {unit(plan)}: {spent}")
+    console.say(f"answer  {files.final / ANSWER}")
+    console.say(f"report  cloister report {shlex.quote(str(files.path))}")
+
+
+def _table(answer: Answer) -> Table:
+    headings = [answer.kind, "value", "noise, 95 %", "sampling, 95 %"]
+    bars = answer.kind == "histogram"
+    table = columns(*headings, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
+    largest = max((each.value or 0.0 for each in answer.figures if each.name in answer.cells), default=0.0)
+    for each in answer.figures:
+        sampling = "" if each.sampling is None else f"± {_number(WITHIN * each.sampling)}"
+        noise = "" if each.value is None else f"± {_number(WITHIN * each.noise)}"
+        row: list[Text | str] = [Text(each.name), _value(each), noise, sampling]
+        if bars:
+            length = round(_WIDTH * each.value / largest) if each.name in answer.cells and each.value else 0
+            row.append(Text("█" * length, justify="left"))
+        table.add_row(*row)
+    return table
+
+
+def _value(estimate: Estimate) -> str:
+    return "-" if estimate.value is None else _number(estimate.value, estimate.noise)
+
+
+def _number(value: float, error: float = math.nan) -> str:
+    """A number with the digits that its error leaves, or two that count."""
+    size = error if math.isfinite(error) and error > 0 else abs(value)
+    digits = 1 - math.floor(math.log10(size)) if size > 0 else 0
+    return f"{value:,.{min(max(digits, 0), 6)}f}"

@@ -1,0 +1,87 @@
+"""What a question asks at a site: its records -> the vectors of its units (`protocol/plan/questions.py` has the cells).
+
+The vector of a unit is a function of that unit alone. No record raises, because a failure would be seen: one that
+cannot be read, or on which the model fails, counts as zeros or as `other`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cloister.lm.data.prepare import Prepared
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.text.records import Record, Unusable, owner_of
+from cloister.protocol.plan.plan import Plan
+
+Vectors: TypeAlias = npt.NDArray[np.float64]
+"""(K,): the vector of a record; (U, K): those of units."""
+AT_ONCE = 4096
+"""Vectors that are made before they are summed."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a site has for a question."""
+
+    records: Callable[[Unusable], Iterator[Record]]
+    """Reads its records, one by one."""
+    prepared: Callable[[], Prepared]
+    """Its records as sequences, with those that are held out."""
+    device: torch.device
+    """Where models are evaluated."""
+
+
+Question = Callable[[Plan, Held, LanguageModel | None], Iterator[Vectors]]
+"""From what a site has to the vectors of its units; the model is that of an evaluation."""
+
+
+def by_unit(plan: Plan, vectors: Iterable[tuple[bytes, Vectors]]) -> Iterator[Vectors]:
+    """The vectors of units from those of records.
+
+    Args:
+        plan: The question.
+        vectors: For each record its owner, which is empty without owners, and its vector (K,).
+
+    Returns:
+        Rows (U, K): of each record; of each owner the mean over its records; or of the site the sum.
+    """
+    if plan.privacy.unit == "owner":
+        owned: dict[bytes, tuple[Vectors, int]] = {}
+        for owner, vector in vectors:
+            total, count = owned.get(owner, (np.zeros_like(vector), 0))
+            owned[owner] = total + vector, count + 1
+        yield from _stacked(total / count for total, count in owned.values())
+    elif plan.privacy.unit == "site":
+        whole: Vectors | None = None
+        for _, vector in vectors:
+            whole = vector.copy() if whole is None else whole + vector
+        if whole is not None:
+            yield whole[None]
+    else:
+        yield from _stacked(vector for _, vector in vectors)
+
+
+def owned_records(plan: Plan, held: Held) -> Iterator[tuple[bytes, Record]]:
+    """The records that can be read, each with its owner; without an owner a record is not used."""
+    unusable, field = Unusable(), plan.data.owner if plan.privacy.unit == "owner" else ""
+    for record in held.records(unusable):
+        owner = unusable.tried("without an owner", owner_of, record, field) if field else b""
+        if owner is not None:
+            yield owner, record
+
+
+def _stacked(vectors: Iterable[Vectors]) -> Iterator[Vectors]:
+    part: list[Vectors] = []
+    for vector in vectors:
+        part.append(vector)
+        if len(part) == AT_ONCE:
+            yield np.stack(part)
+            part = []
+    if part:
+        yield np.stack(part)

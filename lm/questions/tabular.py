@@ -1,0 +1,86 @@
+"""Histograms and means of a field of the records."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.questions.question import Held, Vectors, by_unit, owned_records
+from cloister.lm.text.records import Record
+from cloister.protocol.plan.plan import Plan, QuestionSection
+from cloister.protocol.plan.questions import cells, question_of
+
+_NUMBER = re.compile(r"\s{0,9}[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?\s{0,9}")
+
+
+def histogram(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
+    """1 in the cell of each record's value, else 1 in the cell `other`."""
+    question, names = question_of(plan), cells(plan)
+    place = _by_value(question) if question.values else _by_range(question)
+
+    def vector(record: Record) -> Vectors:
+        found, made = place(_measured(record, question)), np.zeros(len(names))
+        made[len(names) - 1 if found is None else found] = 1.0
+        return made
+
+    return by_unit(plan, ((owner, vector(record)) for owner, record in owned_records(plan, held)))
+
+
+def mean(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
+    """1, y and y squared of each record with a number, where y is -1 at one end of the range and 1 at the other."""
+    question = question_of(plan)
+    assert question.range is not None, "a sound question has it"
+    low, high = question.range
+    middle, half = (low + high) / 2, (high - low) / 2
+
+    def vector(record: Record) -> Vectors:
+        value = _number(_measured(record, question))
+        if value is None:
+            return np.zeros(3)
+        y = min(max((value - middle) / half, -1.0), 1.0)
+        return np.array([1.0, y, y * y])
+
+    return by_unit(plan, ((owner, vector(record)) for owner, record in owned_records(plan, held)))
+
+
+def _measured(record: Record, question: QuestionSection) -> Any:
+    value = record.get(question.field)
+    if question.measure == "characters":
+        return len(value) if isinstance(value, str) else None
+    return value
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or a text that is one, as tables of text have them."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+        return None
+    return float(value)
+
+
+def _by_value(question: QuestionSection) -> Callable[[Any], int | None]:
+    known = {value: at for at, value in enumerate(question.values)}
+
+    def place(value: Any) -> int | None:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value) if abs(value) < 10**300 else None
+        return known.get(value) if isinstance(value, str) else None
+
+    return place
+
+
+def _by_range(question: QuestionSection) -> Callable[[Any], int | None]:
+    edges: list[Any] = list(question.edges)
+    texts = isinstance(edges[0], str)
+
+    def place(value: Any) -> int | None:
+        found = (value if isinstance(value, str) else None) if texts else _number(value)
+        return None if found is None else bisect_right(edges, found)
+
+    return place

@@ -1,0 +1,155 @@
+"""What a question makes of a site's records: each unit's vector follows from that unit alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloister.lm.data.prepare import prepare, unit_rule
+from cloister.lm.model.model import load_model
+from cloister.lm.questions.question import Held, Vectors
+from cloister.lm.questions.registry import asked_by
+from cloister.lm.text.records import Record, Unusable
+from cloister.protocol.plan.questions import cells, most_of_record
+from cloister.protocol.plan.soundness import Plan
+
+PRIVATE = 'unit = "record"\nnoise_multiplier = 5.0\n'
+OWNERS = 'unit = "owner"\nnoise_multiplier = 5.0\n[data]\nowner = "patient"\n'
+HISTOGRAM = 'kind = "histogram"\nfield = "ward"\nvalues = ["a", "7"]\n'
+RANGES = 'kind = "histogram"\nfield = "age"\nedges = [0, 18, 65.5]\n'
+DATES = 'kind = "histogram"\nfield = "day"\nedges = ["2024-01-01", "2025-01-01"]\n'
+LENGTHS = 'kind = "histogram"\nfield = "note"\nmeasure = "characters"\nedges = [1, 10]\n'
+MEAN = 'kind = "mean"\nfield = "age"\nrange = [0, 100]\n'
+
+
+def question(text: str, privacy: str = PRIVATE) -> Plan:
+    return Plan.parse(f"[question]\n{text}[privacy]\n{privacy}")
+
+
+def held(records: list[Any], prepared: Callable[[], Any] = lambda: None) -> Held:
+    def read(unusable: Unusable) -> Iterator[Record]:
+        yield from records
+
+    return Held(read, prepared, torch.device("cpu"))
+
+
+def vectors(plan: Plan, records: list[Any]) -> Vectors:
+    made = list(asked_by(plan)(plan, held(records), None))
+    return np.concatenate(made) if made else np.empty((0, len(cells(plan))))
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "values", "at"),
+    [
+        (HISTOGRAM, "ward", ["a", "7", 7, "b", None, True, 7.0, ["a"], 10**400], [0, 1, 1, 2, 2, 2, 2, 2, 2]),
+        (
+            RANGES,
+            "age",
+            [-1, 0, 17.9, 18, 65.5, 90, "30", "x", None, math.nan],
+            [0, 1, 1, 2, 3, 3, 2, 4, 4, 4],
+        ),
+        (DATES, "day", ["2023-12-31", "2024-01-01", "2025-05-05", 2024, None], [0, 1, 2, 3, 3]),
+        (LENGTHS, "note", ["", "x", "x" * 10, 5, None], [0, 1, 2, 3, 3]),
+    ],
+)
+def test_each_record_is_in_one_cell(text: str, field: str, values: list[Any], at: list[int]) -> None:
+    plan = question(text)
+    made = vectors(plan, [*({field: value} for value in values), {}])
+    assert (made.sum(axis=1) == 1).all()
+    assert made.argmax(axis=1).tolist() == [*at, len(cells(plan)) - 1]
+
+
+def test_numbers_are_cut_and_scaled() -> None:
+    made = vectors(question(MEAN), [{"age": age} for age in (0, 50, 100, 1e9, -5, "75", None)])
+    y = np.array([-1, 0, 1, 1, -1, 0.5])
+    assert np.allclose(made[:-1], np.stack([np.ones(6), y, y * y], axis=1))
+    assert not made[-1].any()
+    assert (np.linalg.norm(made, axis=1) <= most_of_record(question(MEAN)) * (1 + 1e-15)).all()
+
+
+def test_an_owner_counts_once_however_many_records_it_has() -> None:
+    plan = question(HISTOGRAM, OWNERS)
+    records = [{"ward": "a", "patient": 1}] * 30 + [{"ward": "7", "patient": "1"}] * 10
+    records += [{"ward": "b", "patient": 2}, {"ward": "a"}, {"ward": "a", "patient": None}]
+    made = vectors(plan, records)
+    assert np.allclose(np.sort(made, axis=0), np.sort([[0.75, 0.25, 0], [0, 0, 1]], axis=0))
+
+
+def test_a_site_is_the_sum_of_its_records() -> None:
+    plan = question(HISTOGRAM, 'unit = "site"\nclip = 100.0\nnoise_multiplier = 1.0\ndelta = 0.001\n')
+    assert vectors(plan, [{"ward": "a"}] * 5 + [{}]).tolist() == [[5, 0, 1]]
+    assert not len(vectors(plan, []))
+
+
+CLASSIFY = """[question]
+kind = "evaluate"
+{}
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+[data]
+{}
+sequence_length = 16
+held_out = 0.5
+{}
+[privacy]
+unit = "{}"
+noise_multiplier = 5.0
+"""
+CLASSES = 'task = "classify"\nclasses = ["calm", "ill"]\n'
+
+
+def evaluated(figures: str, data: str, unit: str, records: list[Record]) -> tuple[Plan, Vectors]:
+    owner = 'owner = "patient"' if unit == "owner" else ""
+    plan = Plan.parse(CLASSIFY.format(f"figures = {figures}", data, owner, unit))
+    model = load_model(plan)
+    assert model.about is not None
+    rule = unit_rule(plan.data, plan.privacy)
+    prepared = prepare(records, model.about.tokenizer, plan.data, seed=0, units=rule)
+    made = asked_by(plan)(plan, held(records, lambda: prepared), model.about)
+    return plan, np.concatenate(list(made))
+
+
+def notes(count: int) -> list[Record]:
+    return [
+        {"text": f"bed {bed} {'fever' * (bed % 3)}", "label": ("calm", "ill")[bed % 2], "patient": bed // 3}
+        for bed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("unit", ["record", "owner"])
+def test_what_is_told_of_a_unit_does_not_depend_on_the_others(unit: str) -> None:
+    """To the last bit, and in the share of held-out units that is left."""
+    _, few = evaluated('["confusion", "loss"]', CLASSES, unit, notes(30))
+    _, many = evaluated('["confusion", "loss"]', CLASSES, unit, notes(60))
+    rows = {row.tobytes() for row in many}
+    assert len(few) > 3
+    assert all(row.tobytes() in rows for row in few)
+    assert len(many) > len(few)
+
+
+def test_an_evaluation_is_that_of_the_sums() -> None:
+    """A causal model: the shares of right labels, weighted as labels, are the accuracy."""
+    plan, made = evaluated('["accuracy", "loss"]', "", "record", notes(20))
+    assert np.allclose(made[:, 0] + made[:, 1], 1)
+    assert ((made >= 0) & (made <= 1)).all()
+    assert (np.linalg.norm(made, axis=1) <= most_of_record(plan)).all()
+    assert np.allclose(made[:, 2] * 10, math.log(264), atol=1.0)  # of an untrained model, nats per byte
+
+
+def test_a_unit_on_which_the_model_fails_counts_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise IndexError("index out of range")
+
+    monkeypatch.setattr("cloister.lm.questions.evaluate.Forward.__call__", fails)
+    _, made = evaluated('["accuracy"]', CLASSES, "record", notes(20))
+    assert len(made)
+    assert not made.any()

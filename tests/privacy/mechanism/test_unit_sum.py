@@ -1,0 +1,106 @@
+"""The sum of units with noise: what one unit moves, the noise that is added, and the room in the ring."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from scipy import stats
+
+from cloister.privacy.accounting.accountant import spent
+from cloister.privacy.mechanism.events import from_json, to_json
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
+from cloister.protocol.errors import AccountingError
+from cloister.tests.tools.mutants import Mutant
+from cloister.tests.tools.raises import raises
+
+
+def mechanism(z: float = 4.0, bound: float = 1.0, cells: int = 3, *, honest: int = 6) -> UnitSum:
+    return unit_sum(z, bound, cells, 8, 1000, honest, 32, "record")
+
+
+@given(
+    arrays.arrays(np.float64, (4, 5), elements=st.floats(allow_nan=True, allow_infinity=True, width=64)),
+    st.sampled_from([1.0, math.sqrt(2), math.sqrt(3), 1000.0]),
+)
+def test_no_unit_moves_the_sum_further_than_is_charged(
+    vectors: np.typing.NDArray[np.float64], bound: float
+) -> None:
+    """In exact arithmetic, whatever its vector is."""
+    asked = mechanism(bound=bound, cells=5)
+    largest = Fraction(asked.event.l2) ** 2
+    for row in asked.steps(vectors):
+        assert sum(Fraction(int(step)) ** 2 for step in row) <= largest
+        assert sum(abs(int(step)) for step in row) <= asked.event.l1
+
+
+def test_a_vector_within_the_bound_is_told_exactly() -> None:
+    asked = mechanism()
+    assert (asked.steps(np.eye(3)) == int(asked.scale) * np.eye(3, dtype=np.int64)).all()
+    assert (asked.steps(np.array([[0.5, 0.25, -0.5]])) == asked.scale * np.array([0.5, 0.25, -0.5])).all()
+    assert not asked.steps(np.array([[np.nan, 1.0, 0.0], [np.inf, 0.0, 0.0]])).any()
+
+
+HALF = Mutant("privacy.mechanism.unit_sum:UnitSum.encode", "self.variance)", "self.variance / 4)")
+
+
+@pytest.mark.parametrize("mutant", [None, HALF], ids=["as it is", "half the noise"])
+def test_the_noise_of_the_honest_sites_is_what_is_charged(
+    monkeypatch: pytest.MonkeyPatch, mutant: Mutant | None
+) -> None:
+    """With half of its deviation the same test fails."""
+    if mutant is not None:
+        mutant.plant(monkeypatch)
+    asked = mechanism(cells=20_000)
+    total = np.zeros(asked.cells, np.uint32)
+    for site in range(6):
+        out = np.empty(asked.cells, np.uint32)
+        asked.encode([], NoiseStream.from_declared_seed(site), out)
+        total += out
+    noise = total.view(np.int32).astype(np.float64)
+    chance = stats.chi2.cdf(float(noise @ noise) / asked.event.variance, noise.size)
+    assert bool(chance < 1e-9) is (mutant is not None)
+    assert abs(noise.mean()) < 6 * noise.std() / math.sqrt(noise.size)
+    assert asked.deviation(6) == pytest.approx(math.sqrt(asked.event.variance) / asked.scale)
+
+
+def test_units_are_added_in_parts_of_any_size() -> None:
+    asked, vectors = mechanism(), np.eye(3)[np.arange(50) % 3]
+    whole, parts = np.empty(3, np.uint32), np.empty(3, np.uint32)
+    asked.encode([vectors], NoiseStream.from_declared_seed(1), whole)
+    asked.encode([vectors[:7], vectors[7:7], vectors[7:]], NoiseStream.from_declared_seed(1), parts)
+    assert (whole == parts).all()
+
+
+def test_the_ring_has_room_for_the_units_and_the_noise() -> None:
+    asked = unit_sum(4.0, 1.0, 3, 8, 100_000, 6, 32, "record")
+    furthest = 8 * 100_000 * asked.scale + 12 * math.sqrt(8 * asked.variance)
+    assert 2**30 < furthest < 2**31
+    with raises(AccountingError, "question.most_units"):
+        unit_sum(1.0, 1.0, 3, 1000, 10**5, 700, 32, "record")
+    with raises(AccountingError, "cells of the question"):
+        unit_sum(1.0, 1.0, 2**17, 8, 1000, 6, 32, "record")
+
+
+def test_the_unit_of_an_event_decides_what_else_it_is_composed_with() -> None:
+    """A record in a question costs as much beside steps on records as alone; a site counts twice for a record."""
+    asked = mechanism()
+    steps = from_json(
+        '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.01,"steps":100,"unit":"record"}]'
+    )
+    text = to_json([asked.event])
+    assert '"unit":"record"' in text
+    assert from_json(text) == (asked.event,)
+    of_site = unit_sum(4.0, 1.0, 3, 8, 1000, 6, 32, "site").event
+    assert "unit" not in to_json([of_site])  # as ledgers have it that know no other
+    together = spent([*steps, asked.event], 1e-6).epsilon
+    assert together < spent([*steps, of_site], 1e-6).epsilon
+    one, two = spent(steps, 5e-7).epsilon, spent([asked.event], 5e-7).epsilon
+    assert max(spent(steps, 1e-6).epsilon, spent([asked.event], 1e-6).epsilon) < together <= one + two
+    assert spent([asked.event], 1e-6, group=2).epsilon > 1.9 * spent([asked.event], 1e-6).epsilon
