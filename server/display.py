@@ -68,8 +68,8 @@ class LineDisplay:
 def describe(event: progress.Event) -> str:
     """An event as one plain line; empty for events that are too frequent to print."""
     match event:
-        case progress.Preparing(what):
-            return f"preparing {what}"
+        case progress.Preparing(doing):
+            return f"preparing {doing}"
         case progress.Connected(sites, missing):
             rest = "; ".join(f"{site}: {why}" for site, why in missing.items())
             return f"{len(sites)} of {len(sites) + len(missing)} sites are connected" + (
@@ -77,9 +77,12 @@ def describe(event: progress.Event) -> str:
             )
         case progress.Started(plan, sites, parameters, done):
             resumed = f", from round {done}" if done else ""
+            what = f"{plan.run.rounds} rounds{resumed}", f"{parameters:,} trained parameters"
+            if plan.question is not None:
+                what = f"a question ({plan.question.kind})", f"{parameters:,} cells"
             return (
-                f"{plan.run.name}: {plan.run.rounds} rounds{resumed}, {len(sites)} sites, "
-                f"{parameters:,} trained parameters, {_how(plan)}, plan {plan.digest()[:12]}"
+                f"{plan.run.name}: {what[0]}, {len(sites)} sites, {what[1]}, {_how(plan)}, "
+                f"plan {plan.digest()[:12]}"
             )
         case progress.NotJoined(site, reason):
             return f"{site} did not join: {reason}"

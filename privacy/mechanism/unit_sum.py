@@ -120,7 +120,7 @@ def unit_sum(
     """
     z, b = positive("noise_multiplier", noise_multiplier), positive("bound", bound)
     if not 1 <= cells <= MOST_CELLS:
-        raise AccountingError("cells of the question", cells, expected=f"1 to {MOST_CELLS}")
+        raise AccountingError("question.values", cells, expected=f"1 to {MOST_CELLS} cells")
     room = 2.0 ** (ring_bits - 1) / (
         contributors * most + WRAP_DEVIATIONS * z * b * math.sqrt(contributors / honest)
     )

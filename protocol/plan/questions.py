@@ -67,7 +67,7 @@ def most_in_cell(plan: Plan) -> float:
 
 def _ranges(question: QuestionSection) -> tuple[str, ...]:
     """The ranges between edges, as cells."""
-    edges = [str(edge) for edge in question.edges]
+    edges = [edge if isinstance(edge, str) else repr(edge).removesuffix(".0") for edge in question.edges]
     between = (f"{low} to {high}" for low, high in itertools.pairwise(edges))
     return (f"below {edges[0]}", *between, f"{edges[-1]} and above") if edges else ()
 

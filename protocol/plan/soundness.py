@@ -33,6 +33,7 @@ from cloister.protocol.plan.plan import (
     AdapterSection,
     CorrelatedSection,
     LocalSection,
+    PrivacySection,
     PublicSection,
     QuestionSection,
     ServerSection,
@@ -427,39 +428,42 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
                 "definition",
             )
     for field, wanted, fix in _of_cells(plan, question):
-        yield Refusal(f"question.{field}", wanted, fix, "definition")
+        yield Refusal(field, wanted, fix, "definition")
 
 
 def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with the cells of a question: the field, what was expected, and the fix."""
+    """What is wrong with the cells of a question and with its unit: the field, what was expected, and the fix."""
     if question.kind == "histogram":
         if bool(question.values) == bool(question.edges):
-            yield "values", "either values or edges", 'set question.values = ["no", "yes"], or edges'
+            yield "question.values", "either values or edges", 'set question.values = ["no", "yes"], or edges'
         if len(set(question.values)) < len(question.values):
-            yield "values", "different values", "list each once"
+            yield "question.values", "different values", "list each once"
         kinds = {isinstance(edge, str) for edge in question.edges}
-        increasing = len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # of one kind
+        finite = all(isinstance(edge, str) or math.isfinite(edge) for edge in question.edges)
+        increasing = finite and len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # of one kind
         if not increasing or (question.measure == "characters" and True in kinds):
-            expected = (
-                "numbers of characters" if question.measure == "characters" else "all numbers or all texts"
-            )
-            yield "edges", f"increasing edges, {expected}", "set question.edges = [0, 18, 65]"
+            wanted = "all numbers" if question.measure == "characters" else "all numbers or all texts"
+            yield "question.edges", f"increasing edges, {wanted}", "set question.edges = [0, 18, 65]"
     if question.kind == "mean" and question.range and not question.range[0] < question.range[1]:
-        yield "range", "two numbers in increasing order", "set question.range = [0, 120]"
+        yield "question.range", "two numbers in increasing order", "set question.range = [0, 120]"
     if question.kind == "evaluate":
-        figures, task = question.figures, plan.data.task
+        figures, task, only = question.figures, plan.data.task, 'set question.figures = ["accuracy"]'
         if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
-            wanted = "one figure or more, each once; confusion has the accuracy in it"
-            yield "figures", wanted, 'set question.figures = ["accuracy"]'
+            yield "question.figures", "one figure or more, each once; confusion has the accuracy in it", only
         if "confusion" in figures and task != "classify":
-            yield (
-                "figures",
-                'no "confusion" but with data.task = "classify"',
-                'set question.figures = ["accuracy"]',
-            )
+            yield "question.figures", 'no "confusion" but with data.task = "classify"', only
         if task not in SCORED:
             wanted = f'"histogram" or "mean" with data.task = "{task}": what a model does on its units has no bound'
-            yield "kind", wanted, "ask a histogram or a mean"
+            yield "question.kind", wanted, "ask a histogram or a mean"
+    elif plan.privacy.record == "window":
+        wanted = "record in a histogram or a mean, which read whole records"
+        yield "privacy.record", wanted, "remove privacy.record"
+    if plan.privacy.unit in ("record", "owner") and plan.privacy.clip != PrivacySection().clip:
+        yield (
+            "privacy.clip",
+            "1.0 in a question, whose vectors are bounded by its kind",
+            "remove privacy.clip",
+        )
 
 
 def _of_records(plan: Contract) -> Iterator[Refusal]:

@@ -84,7 +84,7 @@ def test_the_ring_has_room_for_the_units_and_the_noise() -> None:
     assert 2**30 < furthest < 2**31
     with raises(AccountingError, "question.most_units"):
         unit_sum(1.0, 1.0, 3, 1000, 10**5, 700, 32, "record")
-    with raises(AccountingError, "cells of the question"):
+    with raises(AccountingError, "question.values"):
         unit_sum(1.0, 1.0, 2**17, 8, 1000, 6, 32, "record")
 
 
