@@ -21,8 +21,8 @@ from cloister.protocol.plan.plan import Plan
 
 Vectors: TypeAlias = npt.NDArray[np.float64]
 """(K,): the vector of a record; (U, K): those of units."""
-AT_ONCE = 4096
-"""Vectors that are made before they are summed."""
+AT_ONCE = 2**20
+"""Numbers of vectors that are made before they are summed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _stacked(vectors: Iterable[Vectors]) -> Iterator[Vectors]:
     part: list[Vectors] = []
     for vector in vectors:
         part.append(vector)
-        if len(part) == AT_ONCE:
+        if len(part) * vector.size >= AT_ONCE:
             yield np.stack(part)
             part = []
     if part:
