@@ -244,6 +244,22 @@ def test_an_answer_that_a_crash_interrupts_is_charged_once(
     assert (files.final / "answer.json").read_bytes() == before
 
 
+def test_questions_on_one_dataset_are_composed_and_limited(
+    asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over = ["--ledger", str(tmp_path / "over.sqlite"), "--dataset", "wards", "--workers", "1"]
+    one = found(capsys, "ask", str(asked), *over, "--out", str(tmp_path / "one"))
+    assert one["dataset"]["epsilon"] == pytest.approx(one["epsilon"], rel=0.2)
+    two = found(capsys, "ask", str(asked), *over, "--out", str(tmp_path / "two"))
+    assert two["epsilon"] < two["dataset"]["epsilon"] < 2 * two["epsilon"]
+    limit = ["--set", f"simulation.greatest_epsilon={two['dataset']['epsilon'] * 1.01}"]
+    line = refusal(capsys, "ask", str(asked), *over, *limit, "--out", str(tmp_path / "three"))
+    assert "epsilon of the dataset 'wards'" in line
+    # Owners who may be at several sites would have several vectors in one sum.
+    owners = set_options(["privacy.unit=owner", "data.owner=ward"])
+    assert "simulation.field" in refusal(capsys, "ask", str(asked), *over, *owners)
+
+
 HALF = Mutant("privacy.mechanism.unit_sum:UnitSum.encode", "self.variance)", "self.variance / 4)")
 ALL = Mutant("privacy.accounting.terms:_asked", "plan.honest()", "plan.cohort.size()")
 

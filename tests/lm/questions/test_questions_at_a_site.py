@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cloister.lm.data.prepare import prepare, unit_rule
+from cloister.lm.data.prepare import Preparation, prepare, unit_rule
 from cloister.lm.model.model import load_model
 from cloister.lm.questions.question import Held, Vectors
 from cloister.lm.questions.registry import asked_by
+from cloister.lm.tasks.registry import tokenizer_of
 from cloister.lm.text.records import Record, Unusable
 from cloister.protocol.plan.questions import cells, most_of_record
 from cloister.protocol.plan.soundness import Plan
@@ -134,6 +137,39 @@ def test_what_is_told_of_a_unit_does_not_depend_on_the_others(unit: str) -> None
     assert len(few) > 3
     assert all(row.tobytes() in rows for row in few)
     assert len(many) > len(few)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"data.held_out": 0.4}, False),
+        ({"run.seed": 1}, False),
+        ({"privacy.unit": "site"}, False),
+    ],
+)
+def test_what_a_run_has_held_out_is_what_a_question_evaluates(
+    change: dict[str, Any], same: bool, tmp_path: Path
+) -> None:
+    """Records are prepared in the same way, where data, seed and unit are the same."""
+    file = tmp_path / "notes.jsonl"
+    file.write_text("".join(json.dumps(note) + "\n" for note in notes(40)))
+    asks = CLASSIFY.format('figures = ["accuracy"]', CLASSES, "", "record")
+    trains = {
+        "aggregation.weighting": "uniform",
+        "server.evaluation": "none",
+        "privacy.sampling_rate": None if change.get("privacy.unit") else 0.1,
+        "local.steps": 2,
+    }
+    asked, trained = Plan.parse(asks), Plan.parse(asks[asks.index("[model") :], trains | change)
+    tokenizer = tokenizer_of(asked)
+    keys, rows = [], []
+    for plan in (asked, trained):
+        preparation = Preparation(plan, tokenizer, str(file), "train", tmp_path)
+        keys.append(preparation.key())
+        rows.append(preparation.make().held_out.tokens.tobytes())
+    assert (keys[0] == keys[1]) is same
+    assert (rows[0] == rows[1]) is same
 
 
 def test_an_evaluation_is_that_of_the_sums() -> None:
