@@ -76,14 +76,7 @@ def describe(event: progress.Event) -> str:
                 f"; {rest}" if rest else ""
             )
         case progress.Started(plan, sites, parameters, done):
-            resumed = f", from round {done}" if done else ""
-            what = f"{plan.run.rounds} rounds{resumed}", f"{parameters:,} trained parameters"
-            if plan.question is not None:
-                what = f"a question ({plan.question.kind})", f"{parameters:,} cells"
-            return (
-                f"{plan.run.name}: {what[0]}, {len(sites)} sites, {what[1]}, {_how(plan)}, "
-                f"plan {plan.digest()[:12]}"
-            )
+            return f"{plan.run.name}: {_what(plan, len(sites), parameters, done)}, plan {plan.digest()[:12]}"
         case progress.NotJoined(site, reason):
             return f"{site} did not join: {reason}"
         case progress.SiteFailed(number, site, reason):
@@ -134,6 +127,16 @@ def _lines(figures: Sequence[Figure], values: Mapping[str, Any], label: str) -> 
     for figure in figures:
         if line := figure.line(values.get(figure.name), label):
             yield line
+
+
+def _what(plan: Plan, sites: int, parameters: int, done: int) -> str:
+    """What a run does, of which some rounds are done."""
+    if plan.question is not None:
+        return f"a question ({plan.question.kind}), {sites} sites, {parameters:,} cells, {_how(plan)}"
+    resumed = f", from round {done}" if done else ""
+    return (
+        f"{plan.run.rounds} rounds{resumed}, {sites} sites, {parameters:,} trained parameters, {_how(plan)}"
+    )
 
 
 def _how(plan: Plan) -> str:

@@ -55,7 +55,7 @@ from cloister.protocol.machine.storage import sync_to_disk, write_file, write_fo
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import Plan, ProfileSection
-from cloister.protocol.plan.questions import of_sequences
+from cloister.protocol.plan.questions import of_sequences, question_of
 from cloister.protocol.plan.template import to_toml
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
@@ -506,6 +506,8 @@ def shared_out(plan: Plan, given: Given) -> tuple[Records, list[list[int]], list
     with _explained(plan):
         if of_sequences(plan):
             check_usable((record for _, record in owned), tokenizer_of(plan), plan, Unusable())
+        else:
+            _check_field(plan, [record for _, record in owned])
     kept, apart = keep_apart(owned, plan.simulation.public, plan.run.seed)
     parts: list[list[int]] = [[] for _ in plan.simulation.sites]
     for index, (site, _) in enumerate(kept):
@@ -546,12 +548,30 @@ def usable(
     with _explained(plan):
         corpus = corpus_records(source, field=field, split=split)
         if not of_sequences(plan):
+            _check_field(plan, corpus.records)
             return corpus
         count, path = unusable or Unusable(), Path(source).expanduser()
         # Read again where errors can name a line: as a rule the first record can be used.
         records = read_each(str(path), count, documents=True) if path.exists() else corpus.records
         check_usable(records, tokenizer_of(plan), plan, count, whole=unusable is not None)
     return corpus
+
+
+def _check_field(plan: Plan, records: Records) -> None:
+    """Refuse a question about a field that no record has, for the person who owns all of them: it would be charged.
+
+    Raises:
+        DataError: none has it.
+    """
+    field = question_of(plan).field
+    if not any(field in record for record in records):
+        has = ", ".join(sorted(records[0])) if len(records) else "none"
+        raise DataError(
+            "question.field",
+            field,
+            expected=f"a field of the records; those of the first one: {has}",
+            fix="name another",
+        )
 
 
 def write_config(plan: Plan, sites: SitesFolder, index: int, **more: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.verbs.simulate import add_start, start, start_fields
-from cloister.protocol.errors import PlanError
-from cloister.server.record.folder import RunFiles
+from cloister.protocol.errors import PlanError, RunFolderError
+from cloister.server.record.folder import RunFiles, read_plan
 
 
 def options(parser: Parser) -> None:
@@ -40,10 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(files: RunFiles, arguments: argparse.Namespace) -> int:
     """Print the answer of a finished question."""
+    if read_plan(files.path).question is None:
+        raise RunFolderError(
+            str(files.path), expected="a run that asked a question; this one trained a model"
+        )
     from cloister.cli.show.answer import print_answer
     from cloister.cli.show.console import PipedConsole
-    from cloister.server.record.outcome import read_answer
+    from cloister.server.record.outcome import outcome, read_answer
 
+    outcome(files)  # refuses a run that is not finished
     if arguments.json:
         print(json.dumps(read_answer(files).to_json()))
     else:

@@ -203,7 +203,9 @@ class Admission:
             noise = terms.noise_multiplier
             epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
         pinned = self.roster().hash.hex() if self._config.roster else ""
-        asked = terms.epsilon(1) if terms is not None and plan.question is not None else math.inf
+        asked = math.inf
+        if terms is not None and plan.question is not None:
+            asked = terms.allowed(1, plan.cohort.attempts)
         policy.check(
             plan, noise=noise, epsilon=epsilon, cohort=plan.quorum(), roster_hash=pinned, asked=asked
         )

@@ -49,7 +49,7 @@ from cloister.lm.tasks.registry import task_of, tokenizer_of
 from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
-from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan, PrivacySection
+from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
 from cloister.protocol.plan.questions import cells, question_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -168,7 +168,7 @@ def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
     module, about, tokenizer, source = _Answer(len(cells(plan))), None, tokenizer_of(plan), ""
     layout = Layout.of(module.named_parameters())
     if question_of(plan).kind == "evaluate":
-        of = plan.model_copy(update={"question": None, "privacy": PrivacySection()})
+        of = plan.model_copy(update={"question": None})
         about = outline(of) if outlined else load_model(of)
         source = "" if outlined else origin(plan.model, about.module, tokenizer, ())
     return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=about)

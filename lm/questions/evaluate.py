@@ -15,7 +15,7 @@ import torch
 
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward
-from cloister.lm.model.writes import Kept, names_of
+from cloister.lm.model.writes import Kept
 from cloister.lm.questions.question import Held, Vectors
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
@@ -29,19 +29,11 @@ _log = logging.getLogger(__name__)
 def evaluate(plan: Plan, held: Held, model: LanguageModel | None) -> Iterator[Vectors]:
     """The vector of each held-out unit: means over its rows, of their labels' shares and losses."""
     assert model is not None, "an evaluation is of a model"
-    sequences, width = held.prepared().held_out, len(cells(plan))
+    sequences = held.prepared().held_out
     scorer = _Scorer(plan, model, held.device)
-    rows = np.arange(len(sequences) + 1)
-    starts = rows if sequences.starts is None else sequences.starts  # under unit `site` each row counts
-    whole = np.zeros(width)
-    for begin, end in itertools.pairwise(starts.tolist()):
-        vector = scorer.unit(sequences, range(begin, end))
-        if plan.privacy.unit != "site":
-            yield vector[None]
-        else:
-            whole += vector
-    if plan.privacy.unit == "site":
-        yield whole[None]
+    assert sequences.starts is not None, "a question has units of records or owners"
+    for begin, end in itertools.pairwise(sequences.starts.tolist()):
+        yield scorer.unit(sequences, range(begin, end))[None]
 
 
 class _Scorer:
@@ -52,7 +44,7 @@ class _Scorer:
         self._width = len(cells(plan))
         self._module, self._device = model.module.to(device).eval(), device
         self._forward = Forward(self._task, self._module, device, plan.local.precision)
-        self._kept = Kept(self._module, names_of(self._module) if model.written else ())
+        self._kept = Kept(self._module, {*model.written, *(name for name, _ in self._module.named_buffers())})
 
     def unit(self, sequences: Sequences, rows: range) -> Vectors:
         """The vector of one unit; zeros if the model fails on it."""

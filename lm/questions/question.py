@@ -6,6 +6,7 @@ cannot be read, or on which the model fails, counts as zeros or as `other`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,6 +19,8 @@ from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.text.records import Record, Unusable, owner_of
 from cloister.protocol.plan.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 Vectors: TypeAlias = npt.NDArray[np.float64]
 """(K,): the vector of a record; (U, K): those of units."""
@@ -49,7 +52,7 @@ def by_unit(plan: Plan, vectors: Iterable[tuple[bytes, Vectors]]) -> Iterator[Ve
         vectors: For each record its owner, which is empty without owners, and its vector (K,).
 
     Returns:
-        Rows (U, K): of each record; of each owner the mean over its records; or of the site the sum.
+        Rows (U, K): of each record, or of each owner the mean over its records.
     """
     if plan.privacy.unit == "owner":
         owned: dict[bytes, tuple[Vectors, int]] = {}
@@ -57,12 +60,6 @@ def by_unit(plan: Plan, vectors: Iterable[tuple[bytes, Vectors]]) -> Iterator[Ve
             total, count = owned.get(owner, (np.zeros_like(vector), 0))
             owned[owner] = total + vector, count + 1
         yield from _stacked(total / count for total, count in owned.values())
-    elif plan.privacy.unit == "site":
-        whole: Vectors | None = None
-        for _, vector in vectors:
-            whole = vector.copy() if whole is None else whole + vector
-        if whole is not None:
-            yield whole[None]
     else:
         yield from _stacked(vector for _, vector in vectors)
 
@@ -74,6 +71,26 @@ def owned_records(plan: Plan, held: Held) -> Iterator[tuple[bytes, Record]]:
         owner = unusable.tried("without an owner", owner_of, record, field) if field else b""
         if owner is not None:
             yield owner, record
+
+
+def of_records(
+    plan: Plan, held: Held, make: Callable[[Record], Vectors], otherwise: Vectors
+) -> Iterator[tuple[bytes, Vectors]]:
+    """The vector of each record, with its owner.
+
+    Args:
+        plan: The question.
+        held: What the site has.
+        make: Makes a vector.
+        otherwise: The vector of a record for which it raises, which would tell that the record is there.
+    """
+    for owner, record in owned_records(plan, held):
+        try:
+            vector = make(record)
+        except Exception as error:
+            _log.warning("a record counts as none of the cells, which must stay at this site: %s", error)
+            vector = otherwise
+        yield owner, vector
 
 
 def _stacked(vectors: Iterable[Vectors]) -> Iterator[Vectors]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.questions.question import Held, Vectors, by_unit, owned_records
+from cloister.lm.questions.question import Held, Vectors, by_unit, of_records
 from cloister.lm.text.records import Record
 from cloister.protocol.plan.plan import Plan, QuestionSection
 from cloister.protocol.plan.questions import cells, question_of
 
-_NUMBER = re.compile(r"\s{0,9}[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?\s{0,9}")
+_NUMBER = re.compile(r"[ \t]{0,9}[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?[ \t]{0,9}")
 
 
 def histogram(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
@@ -28,7 +28,7 @@ def histogram(plan: Plan, held: Held, model: LanguageModel | None = None) -> Ite
         made[len(names) - 1 if found is None else found] = 1.0
         return made
 
-    return by_unit(plan, ((owner, vector(record)) for owner, record in owned_records(plan, held)))
+    return by_unit(plan, of_records(plan, held, vector, np.eye(len(names))[-1]))
 
 
 def mean(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
@@ -45,7 +45,7 @@ def mean(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator
         y = min(max((value - middle) / half, -1.0), 1.0)
         return np.array([1.0, y, y * y])
 
-    return by_unit(plan, ((owner, vector(record)) for owner, record in owned_records(plan, held)))
+    return by_unit(plan, of_records(plan, held, vector, np.zeros(3)))
 
 
 def _measured(record: Record, question: QuestionSection) -> Any:
@@ -68,7 +68,9 @@ def _by_value(question: QuestionSection) -> Callable[[Any], int | None]:
     known = {value: at for at, value in enumerate(question.values)}
 
     def place(value: Any) -> int | None:
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, bool):
+            value = "true" if value else "false"
+        if isinstance(value, int):
             value = str(value) if abs(value) < 10**300 else None
         return known.get(value) if isinstance(value, str) else None
 

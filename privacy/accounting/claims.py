@@ -26,6 +26,8 @@ def thing(plan: Plan) -> str:
     """The name of one unit, of a plan with a privacy unit."""
     if plan.privacy.unit in ("owner", "site"):
         return plan.privacy.unit
+    if not of_sequences(plan):
+        return "record"
     if plan.privacy.record == "window":
         return "window"
     return plan.data.kind.thing
@@ -93,7 +95,7 @@ def charged_unit(plan: Plan) -> str:
         # Other tasks take places of a window for tokens of their own.
         made = "" if plan.data.task == "causal" and plan.data.format == "text" else f" for {plan.data.task}"
         return f"one window of {plan.data.sequence_length} tokens ({tokenizer}) of the field {field!r}{made}"
-    return f"one {thing(plan)}"
+    return f"one {plan.data.kind.thing}"  # also of a question about fields of the same records
 
 
 def things(plan: Plan) -> str:

@@ -19,7 +19,7 @@ from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.questions import cells, most_in_cell, most_of_unit
+from cloister.protocol.plan.questions import cells, most_of_unit, question_of
 
 _DIGITS = 4
 """Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
@@ -130,8 +130,8 @@ class _Round(NamedTuple):
 def _asked(plan: Plan, noise: float) -> UnitSum:
     """The mechanism of a question with a noise multiplier."""
     unit, bits = plan.privacy.unit, plan.aggregation.ring_bits
-    assert unit != "none", "a sound question has a unit"
-    bound, most, sites = most_of_unit(plan), most_in_cell(plan), plan.cohort.size()
+    assert unit in ("record", "owner"), "a sound question has one of them"
+    bound, most, sites = most_of_unit(plan), question_of(plan).most_units, plan.cohort.size()
     return unit_sum(noise, bound, len(cells(plan)), sites, most, plan.honest(), bits, unit)
 
 

@@ -79,7 +79,9 @@ class DatasetLedger:
                 simulation.field,
                 expected=f"{plan.data.owner!r} with a ledger, so that each owner is at one site: in a question the "
                 "vectors of an owner at two sites are in one sum, which costs more than two charges",
-                fix="set simulation.field to data.owner",
+                fix="name one source (simulation.source), and set simulation.field to data.owner"
+                if simulation.sites
+                else "set simulation.field to data.owner",
             )
 
     @classmethod

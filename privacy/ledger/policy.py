@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from cloister.protocol.errors import PolicyError
 from cloister.protocol.plan.plan import SMALLEST_COHORT, ModelSection, Plan
+from cloister.protocol.plan.questions import of_sequences
 from cloister.protocol.plan.settings import InWords, Section, Settings
 
 _MAIN = ModelSection().revision
@@ -79,7 +80,8 @@ class Policy(Section):
     """Kinds of questions to which this site may answer (`[question]` in a plan); empty: none. An answer is a noised sum
     over the sites, and is charged as a run is."""
     greatest_question_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest epsilon of one question; left out: no limit but `greatest_epsilon`."""
+    """Largest epsilon of one question, at most at `greatest_delta`, with the answers that the plan lets a site make
+    again after a crash; left out: no limit but `greatest_epsilon`."""
     families: tuple[
         Annotated[
             str,
@@ -111,13 +113,15 @@ class Policy(Section):
                 expected="greatest_epsilon as well: without it a family of plans may spend any",
                 fix="set greatest_epsilon and greatest_delta, or consent to each plan: cloister site accept",
             )
-        if self.greatest_epsilon is not None and self.greatest_delta is None:
-            raise PolicyError(
-                "greatest_epsilon",
-                self.greatest_epsilon,
-                expected="greatest_delta as well: at a larger delta the same releases have a smaller epsilon",
-                fix="set greatest_delta, such as 1e-5",
-            )
+        for name in ("greatest_epsilon", "greatest_question_epsilon"):
+            limit = getattr(self, name)
+            if limit is not None and self.greatest_delta is None:
+                raise PolicyError(
+                    name,
+                    limit,
+                    expected="greatest_delta as well: at a larger delta the same releases have a smaller epsilon",
+                    fix="set greatest_delta, such as 1e-5",
+                )
         return self
 
     def check_package(self, plan: Plan) -> None:
@@ -152,7 +156,7 @@ class Policy(Section):
                 without a privacy unit.
             cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
             roster_hash: Hash of the roster, in hex.
-            asked: Epsilon of a question alone, at its own delta.
+            asked: The largest epsilon that a question may cost the site, at its own delta.
 
         Raises:
             PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
@@ -181,10 +185,11 @@ class Policy(Section):
             _refuse("secure_required", "aggregation.secure", plan.aggregation.secure, "true")
         if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
             _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
-        if self.models and not _listed(model.name, model.revision, self.models):
+        named = of_sequences(plan)  # a question about fields has neither
+        if self.models and named and not _listed(model.name, model.revision, self.models):
             _refuse("models", "model.name", _named(model.name, model.revision), _one_of(self.models))
         of = model.revision if model.tokenizer == "auto" and tokenizer == model.name else _MAIN
-        if self.tokenizers and not _listed(tokenizer, of, self.tokenizers):
+        if self.tokenizers and named and not _listed(tokenizer, of, self.tokenizers):
             _refuse("tokenizers", "model.tokenizer", _named(tokenizer, of), _one_of(self.tokenizers))
         if self.adapters and scheme not in self.adapters:
             _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))

@@ -2,12 +2,12 @@
 
 With units u, vectors x_u of L2 norm at most B and scale s, the sum that is opened is
 
-    sum over sites (sum over its units trunc(s x_u)  +  Skellam(v)).
+    sum over sites (sum over its units round(s x_u)  +  Skellam(v)).
 
-Neighbours: one unit more or less at one site, which changes the sum by one integer vector of L2 norm at most s B. An
-integer vector is cut toward zero and never rounded up, so this holds without a draw; a cell is too small by less than
-1 / s for each unit. Only the noise of honest sites that stay in the sum is counted on, as for unit `site`
-(`site_noise.py`): v = (z s B)^2 / honest.
+Neighbours: one unit more or less at one site, which changes the sum by one integer vector of L2 norm at most s B. Each
+number goes up with the probability of its fraction, by a secret draw of its own, so a sum of many has no bias; a vector
+that is too long after it is cut toward zero instead. Only the noise of honest sites that stay in the sum is counted
+on, as for unit `site` (`site_noise.py`): v = (z s B)^2 / honest.
 
 A vector is a function of its own unit alone, and so no unit is left out for the number of others: a limit on the units
 of a site would let one unit displace another, and the sum would move by both. What is beyond the ring wraps; whatever
@@ -70,23 +70,32 @@ class UnitSum:
             noise: A stream that nothing else uses.
             out: Shape (K,), receives the integers modulo 2^b, where its own have b bits.
         """
-        total = noise.child("skellam").skellam(self.cells, self.variance)
+        total, draws = (
+            noise.child("skellam").skellam(self.cells, self.variance),
+            noise.child("rounding").generator(),
+        )
         for part in units:
-            total += self.steps(part).sum(axis=0)
+            total += self.steps(part, draws.random(part.shape)).sum(axis=0)
         out[:] = total.astype(out.dtype)
 
-    def steps(self, vectors: Vectors) -> npt.NDArray[np.int64]:
-        """The integers of some units, each row of L2 norm at most s B in exact arithmetic but for a part of 2^-40.
+    def steps(self, vectors: Vectors, draws: Vectors) -> npt.NDArray[np.int64]:
+        """The integers of some units, each row of L2 norm at most s B in exact arithmetic but for a part of 2^-39.
 
         Args:
             vectors: Shape (U, K).
+            draws: Shape (U, K), uniform in [0, 1).
         """
         finite = np.isfinite(vectors).all(axis=1, keepdims=True)
         scaled = np.clip(np.where(finite, vectors, 0.0), -_LARGEST, _LARGEST)
         norms = np.linalg.norm(scaled, axis=1, keepdims=True)
         longer = norms > self.bound * (1 + _MARGIN)
         scaled = np.where(longer, scaled / np.where(longer, norms, 1) * self.bound, scaled)
-        return np.trunc(scaled * self.scale).astype(np.int64)
+        scaled *= self.scale
+        down = np.floor(scaled)
+        rounded = down + (draws < scaled - down)
+        within = np.linalg.norm(rounded, axis=1, keepdims=True) <= self.bound * self.scale * (1 + _MARGIN)
+        steps: npt.NDArray[np.int64] = np.where(within, rounded, np.trunc(scaled)).astype(np.int64)
+        return steps
 
 
 def unit_sum(
@@ -137,5 +146,5 @@ def unit_sum(
     whole = (
         z * b * scale
     ) ** 2  # the same number whatever the sites: equal noise is one mechanism in a ledger
-    l2 = scale * b * (1 + 2 * _MARGIN)
+    l2 = scale * b * (1 + 4 * _MARGIN)
     return UnitSum(cells, b, scale, whole / honest, Skellam(whole, l2, rounded_l1(l2, cells), 1, unit=unit))

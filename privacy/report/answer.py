@@ -157,11 +157,9 @@ def _counts(names: Sequence[str], totals: Totals, deviation: float) -> Iterator[
         told = float(total) if total >= CLEAR * deviation else None
         yield Estimate(name, told, deviation)
     for name, total in zip(names, totals, strict=True):
-        at, wrong = [name == each for each in names], [name != each for each in names]
-        if total < CLEAR * deviation:
-            yield Estimate(f"share of {name}", None, math.inf)
-        else:
-            yield _share(f"share of {name}", totals, deviation, np.array(at), np.array(wrong))
+        told = total >= CLEAR * deviation
+        counts = (1, len(names) - 1)
+        yield _quotient(f"share of {name}", float(total) if told else math.nan, everything, counts, deviation)
     yield Estimate("units", everything, deviation * math.sqrt(len(names)))
 
 
@@ -170,12 +168,25 @@ def _share(
 ) -> Estimate:
     """What some cells have of themselves and others together."""
     part, whole = float(totals[right].sum()), float(totals[right | wrong].sum())
-    count, others = int(right.sum()), int(wrong.sum())
-    if whole < CLEAR * deviation * math.sqrt(count + others):
+    return _quotient(name, part, whole, (int(right.sum()), int(wrong.sum())), deviation)
+
+
+def _quotient(name: str, part: float, whole: float, counts: tuple[int, int], deviation: float) -> Estimate:
+    """A part of a whole.
+
+    Args:
+        name: Of the figure.
+        part: The total over some cells; no number: it is not told.
+        whole: The total over these cells and others.
+        counts: Numbers of both kinds of cells.
+        deviation: Of the noise in each.
+    """
+    count, others = counts
+    if math.isnan(part) or whole < CLEAR * deviation * math.sqrt(count + others):
         return Estimate(name, None, math.inf)
     share = part / whole
     noise = deviation * math.sqrt(count * (1 - share) ** 2 + others * share**2) / whole
-    return Estimate(name, share, noise, _sampled(part, whole))
+    return Estimate(name, min(max(share, 0.0), 1.0), noise, _sampled(part, whole))
 
 
 def _sampled(part: float, whole: float) -> float:
@@ -196,12 +207,12 @@ def _mean(plan: Plan, totals: Totals, deviation: float) -> Iterator[Estimate]:
         yield Estimate("variance", None, math.inf)
     else:
         y, second = total / units, squares / units
-        spread = second - y * y
         each = deviation / units
-        sampled = half * math.sqrt(max(spread, 0.0) / units)
-        yield Estimate("mean", middle + half * y, half * each * math.sqrt(1 + y * y), sampled)
+        sampled = 2 * half * _sampled((units + total) / 2, units)  # (y + 1) / 2 is from 0 to 1
+        mean = middle + half * min(max(y, -1.0), 1.0)
+        yield Estimate("mean", mean, half * each * math.sqrt(1 + y * y), sampled)
         noise = half * half * each * math.sqrt(1 + 4 * y * y + (2 * y * y - second) ** 2)
-        yield Estimate("variance", half * half * spread, noise)
+        yield Estimate("variance", half * half * min(max(second - y * y, 0.0), 1.0), noise)
     yield Estimate("units", units, deviation)
 
 
@@ -227,5 +238,5 @@ def _evaluated(plan: Plan, totals: Totals, deviation: float) -> Iterator[Estimat
             part = float(totals[-1]) / units
             noise = question.most_loss * deviation * math.sqrt(1 + told * part * part) / units
             sampled = question.most_loss * _sampled(float(totals[-1]), units)
-            yield Estimate("loss", question.most_loss * part, noise, sampled)
+            yield Estimate("loss", question.most_loss * min(max(part, 0.0), 1.0), noise, sampled)
     yield Estimate("units", units, deviation * math.sqrt(told))

@@ -772,8 +772,8 @@ class QuestionSection(PlanSection):
     measure: Annotated[Literal["value", "characters"], Only("question.kind", ("histogram", "mean"))] = "value"
     """What of the field: its `value`, or its number of `characters`."""
     values: Annotated[tuple[str, ...], Only("question.kind", ("histogram",))] = ()
-    """Values that are counted, each in a cell of its own; a whole number counts as its digits. All others are in the
-    cell `other`."""
+    """Values that are counted, each in a cell of its own; a whole number counts as its digits, and true and false as
+    these words. All others are in the cell `other`."""
     edges: Annotated[tuple[float | str, ...], Only("question.kind", ("histogram",))] = ()
     """Instead of `values`: edges of ranges, in order, all numbers or all texts (dates such as "2024-01-01" are in the
     order of texts). A range has its lower edge and not its upper one. What lies below the first edge or from the last

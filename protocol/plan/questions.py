@@ -37,9 +37,9 @@ def cells(plan: Plan) -> tuple[str, ...]:
             return (*names, LOSS) if "loss" in question.figures else names
 
 
-def most_of_record(plan: Plan) -> float:
-    """The largest L2 norm of the vector of one record: each part of it that is one in one cell at most adds 1 to its
-    square."""
+def most_of_unit(plan: Plan) -> float:
+    """The largest L2 norm of the vector of one unit, a record or the mean over those of an owner: each part of it that
+    is one in one cell at most adds 1 to its square."""
     question = question_of(plan)
     match question.kind:
         case "histogram":
@@ -48,21 +48,6 @@ def most_of_record(plan: Plan) -> float:
             return math.sqrt(3)
         case "evaluate":
             return math.sqrt(2) if "loss" in question.figures else 1.0
-
-
-def most_of_unit(plan: Plan) -> float:
-    """The largest L2 norm of the vector of one unit. An owner's is the mean over its records. A site's is the sum over
-    its records, scaled down to `privacy.clip` times the norm of one."""
-    return most_of_record(plan) * (plan.privacy.clip if plan.privacy.unit == "site" else 1.0)
-
-
-def most_in_cell(plan: Plan) -> float:
-    """The most that a site adds to a cell, by which the ring has room."""
-    return (
-        plan.privacy.clip * most_of_record(plan)
-        if plan.privacy.unit == "site"
-        else question_of(plan).most_units
-    )
 
 
 def _ranges(question: QuestionSection) -> tuple[str, ...]:

@@ -407,15 +407,19 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
     question, default = plan.question, Contract()
     if question is None:
         return
-    for field, wrong, fix in (
-        ("privacy.unit", "none", 'set privacy.unit = "record", privacy.target_epsilon and privacy.delta'),
-        ("aggregation.secure", False, "set aggregation.secure = true"),
+    for field, right, fix in (
+        (
+            "privacy.unit",
+            ("record", "owner"),
+            'set privacy.unit = "record", privacy.target_epsilon and privacy.delta',
+        ),
+        ("aggregation.secure", (True,), "set aggregation.secure = true"),
     ):
-        if _value(plan, field) == wrong:
+        if _value(plan, field) not in right:
             yield Refusal(
                 field,
-                "a privacy unit and the secure sum in a question: the noise that covers a unit is that of all sites "
-                "together",
+                "record or owner as the unit, and the secure sum, in a question: the noise that covers a unit is that "
+                "of all sites together",
                 fix,
                 "charge",
             )
@@ -431,27 +435,50 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
         yield Refusal(field, wanted, fix, "definition")
 
 
+_NARROWEST = 1e-9
+"""Least width of a range, relative to its ends, by which numbers in it are told apart."""
+RESERVED = ("other", "units")
+"""Names of cells and figures that no value may have."""
+
+
 def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, str, str]]:
     """What is wrong with the cells of a question and with its unit: the field, what was expected, and the fix."""
     if question.kind == "histogram":
         if bool(question.values) == bool(question.edges):
             yield "question.values", "either values or edges", 'set question.values = ["no", "yes"], or edges'
-        if len(set(question.values)) < len(question.values):
-            yield "question.values", "different values", "list each once"
+        if len({*question.values, *RESERVED}) < len(question.values) + len(RESERVED):
+            yield "question.values", f"different values, and none of {', '.join(RESERVED)}", "list each once"
         kinds = {isinstance(edge, str) for edge in question.edges}
         finite = all(isinstance(edge, str) or math.isfinite(edge) for edge in question.edges)
         increasing = finite and len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # of one kind
         if not increasing or (question.measure == "characters" and True in kinds):
             wanted = "all numbers" if question.measure == "characters" else "all numbers or all texts"
             yield "question.edges", f"increasing edges, {wanted}", "set question.edges = [0, 18, 65]"
-    if question.kind == "mean" and question.range and not question.range[0] < question.range[1]:
-        yield "question.range", "two numbers in increasing order", "set question.range = [0, 120]"
+    if question.kind == "mean" and question.range:
+        low, high = question.range
+        if not high - low > _NARROWEST * max(abs(low), abs(high), 1e-100):
+            yield (
+                "question.range",
+                "two numbers in increasing order, and not too near",
+                "set question.range = [0, 120]",
+            )
     if question.kind == "evaluate":
         figures, task, only = question.figures, plan.data.task, 'set question.figures = ["accuracy"]'
         if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
             yield "question.figures", "one figure or more, each once; confusion has the accuracy in it", only
-        if "confusion" in figures and task != "classify":
-            yield "question.figures", 'no "confusion" but with data.task = "classify"', only
+        if "confusion" in figures and (
+            task != "classify" or any(" as " in name for name in plan.data.classes)
+        ):
+            wanted = (
+                'no "confusion" but with data.task = "classify", and without " as " in the name of a class'
+            )
+            yield "question.figures", wanted, only
+        if not plan.data.held_out:
+            yield (
+                "data.held_out",
+                "more than 0 in an evaluation of held-out records",
+                "set data.held_out = 0.1",
+            )
         if task not in SCORED:
             wanted = f'"histogram" or "mean" with data.task = "{task}": what a model does on its units has no bound'
             yield "question.kind", wanted, "ask a histogram or a mean"

@@ -121,7 +121,13 @@ def test_the_answer_is_the_count_with_noise_of_the_stated_size(
         (["privacy.record=window"], "privacy.record"),
         (["question.values=[]", "question.edges=[nan]"], "question.edges"),
         (["privacy.unit=site", "privacy.trusted_coordinator=true"], "privacy.trusted_coordinator"),
-        (["privacy.unit=site", "privacy.delta=1e-3", "privacy.adaptive.quantile=0.5"], "privacy.adaptive"),
+        (["privacy.unit=site", "privacy.delta=1e-3"], "privacy.unit"),
+        (['question.values=["a", "other"]'], "question.values"),
+        (["question.kind=mean", "question.values=[]", "question.range=[0.0, 5e-324]"], "question.range"),
+        (
+            ["question.kind=mean", "question.values=[]", "question.range=[1e9, 1000000000.5]"],
+            "question.range",
+        ),
         (['question.values=["a", "a"]'], "question.values"),
         (["question.edges=[1, 2]"], "question.values"),
         (["question.values=[]", "question.edges=[2, 1]"], "question.edges"),
@@ -142,6 +148,7 @@ def test_what_is_unsound_in_a_question_is_refused(
 def test_a_question_is_no_run_and_a_run_no_question(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cloister ask" in lone_refusal(capsys, "simulate", str(asked))
     assert "question" in lone_refusal(capsys, "ask", "private-code")
+    assert "question.field" in refusal(capsys, "ask", str(asked), "--set", "question.field=wrd")
     plan = Plan.load(asked)
     with raises(PlanError, "question"):
         cloister.simulate(plan)
@@ -154,9 +161,13 @@ def test_a_policy_lists_the_kinds_of_questions(asked: Path) -> None:
     offer: dict[str, Any] = {"noise": 8.0, "epsilon": 1.0, "cohort": 3, "roster_hash": "", "asked": 0.6}
     with raises(PolicyError, "question.kind"):
         Policy(units=("record",)).check(plan, **offer)
-    Policy(units=("record",), questions=("histogram",)).check(plan, **offer)
+    Policy(units=("record",), questions=("histogram",), models=("org/llm",)).check(plan, **offer)
     with raises(PolicyError, "epsilon of the question"):
-        Policy(questions=("histogram",), greatest_question_epsilon=0.5).check(plan, **offer)
+        Policy(questions=("histogram",), greatest_question_epsilon=0.5, greatest_delta=1e-5).check(
+            plan, **offer
+        )
+    with raises(PolicyError, "greatest_question_epsilon"):
+        Policy(questions=("histogram",), greatest_question_epsilon=0.5)
 
 
 def test_records_and_owners_are_asked_from_python(tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cloister.lm.data.prepare import Preparation, prepare, unit_rule
+from cloister.lm.model import writes
 from cloister.lm.model.model import load_model
 from cloister.lm.questions.question import Held, Vectors
 from cloister.lm.questions.registry import asked_by
 from cloister.lm.tasks.registry import tokenizer_of
 from cloister.lm.text.records import Record, Unusable
-from cloister.protocol.plan.questions import cells, most_of_record
+from cloister.protocol.plan.questions import cells, most_of_unit
 from cloister.protocol.plan.soundness import Plan
 
 PRIVATE = 'unit = "record"\nnoise_multiplier = 5.0\n'
@@ -72,7 +74,7 @@ def test_numbers_are_cut_and_scaled() -> None:
     y = np.array([-1, 0, 1, 1, -1, 0.5])
     assert np.allclose(made[:-1], np.stack([np.ones(6), y, y * y], axis=1))
     assert not made[-1].any()
-    assert (np.linalg.norm(made, axis=1) <= most_of_record(question(MEAN)) * (1 + 1e-15)).all()
+    assert (np.linalg.norm(made, axis=1) <= most_of_unit(question(MEAN)) * (1 + 1e-15)).all()
 
 
 def test_an_owner_counts_once_however_many_records_it_has() -> None:
@@ -83,10 +85,33 @@ def test_an_owner_counts_once_however_many_records_it_has() -> None:
     assert np.allclose(np.sort(made, axis=0), np.sort([[0.75, 0.25, 0], [0, 0, 1]], axis=0))
 
 
-def test_a_site_is_the_sum_of_its_records() -> None:
-    plan = question(HISTOGRAM, 'unit = "site"\nclip = 100.0\nnoise_multiplier = 1.0\ndelta = 0.001\n')
-    assert vectors(plan, [{"ward": "a"}] * 5 + [{}]).tolist() == [[5, 0, 1]]
-    assert not len(vectors(plan, []))
+@pytest.mark.parametrize("text", [RANGES, MEAN, HISTOGRAM, LENGTHS])
+def test_no_record_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its site would drop out, and tell that the record is there."""
+    odd = [
+        "42\x1f",
+        "\x1c7",
+        "1e999",
+        "-1e-400",
+        "\ud800",
+        10**5000,
+        -(10**400),
+        1e308,
+        math.inf,
+        [],
+        {},
+        b"7",
+        5e-324,
+    ]
+    for value in odd:
+        vectors(question(text), [{"age": value, "ward": value, "note": value}] * 2)
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("of this record")
+
+    monkeypatch.setattr("cloister.lm.questions.tabular._measured", fails)
+    made = vectors(question(text), [{"age": 1}])
+    assert made.tolist() == ([[0, 0, 0]] if text == MEAN else [[*[0] * (made.shape[1] - 1), 1]])
 
 
 CLASSIFY = """[question]
@@ -139,6 +164,33 @@ def test_what_is_told_of_a_unit_does_not_depend_on_the_others(unit: str) -> None
     assert len(many) > len(few)
 
 
+def test_what_a_model_keeps_of_a_unit_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a buffer that only long rows write to, or in a tensor among its attributes."""
+    construct: Any = LlamaMLP.__init__
+    forward: Any = LlamaMLP.forward
+
+    def constructed(self: Any, *arguments: Any, **settings: Any) -> None:
+        construct(self, *arguments, **settings)
+        self.register_buffer("seen", torch.zeros(()))
+        self.total = torch.zeros(())
+
+    def keeping(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = forward(self, x) * (1 + self.seen + self.total)
+        if x.shape[1] > 4 and not x.is_meta:
+            self.seen += x.detach().mean().abs() * 1e3
+            self.total += x.detach().mean().abs() * 1e3
+        return made
+
+    monkeypatch.setattr(LlamaMLP, "__init__", constructed)
+    monkeypatch.setattr(LlamaMLP, "forward", keeping)
+    monkeypatch.setattr(writes, "_KNOWN", {})
+    _, few = evaluated('["confusion", "loss"]', CLASSES, "record", notes(30))
+    _, many = evaluated('["confusion", "loss"]', CLASSES, "record", notes(60))
+    rows = {row.tobytes() for row in many}
+    assert len(few) > 3
+    assert all(row.tobytes() in rows for row in few)
+
+
 @pytest.mark.parametrize(
     ("change", "same"),
     [
@@ -177,7 +229,7 @@ def test_an_evaluation_is_that_of_the_sums() -> None:
     plan, made = evaluated('["accuracy", "loss"]', "", "record", notes(20))
     assert np.allclose(made[:, 0] + made[:, 1], 1)
     assert ((made >= 0) & (made <= 1)).all()
-    assert (np.linalg.norm(made, axis=1) <= most_of_record(plan)).all()
+    assert (np.linalg.norm(made, axis=1) <= most_of_unit(plan)).all()
     assert np.allclose(made[:, 2] * 10, math.log(264), atol=1.0)  # of an untrained model, nats per byte
 
 
