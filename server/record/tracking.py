@@ -80,7 +80,7 @@ def parameters(plan: Plan) -> dict[str, str]:
     for section, fields in plan.model_dump(mode="json", exclude={"simulation", "faults"}).items():
         found |= {
             f"{section}.{name}": json.dumps(value, ensure_ascii=False, sort_keys=True)
-            for name, value in fields.items()
+            for name, value in (fields or {}).items()
         }
     if plan.simulation.noise_seed is not None:
         found["privacy.guarantee"] = "none: the noise comes from a declared seed (simulation.noise_seed)"

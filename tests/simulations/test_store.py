@@ -107,7 +107,7 @@ def test_a_site_whose_records_cannot_be_used_says_so_itself(tmp_path: Path) -> N
     assert found.site(1) is None
     federations._store.cache_clear()
     site = open_site(federation.sites_folder, federation.plan, 1, Resident())
-    with raises(DataError, "site-001/data.jsonl, line 1", says="'text'"):
+    with raises(DataError, "site-001/data.jsonl, line 1, field text", says="other"):
         site.join(federation.join_request())
 
 

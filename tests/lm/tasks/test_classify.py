@@ -220,7 +220,7 @@ def test_a_text_has_the_tokens_on_which_users_call_the_saved_model(tmp_path: Pat
     records = [
         {"text": text, "label": "bone"} for text in ("a", "a knee that aches in the morning", "hip", "")
     ]
-    made = list(task_of(plan_of().data).examples(records, tokenizer, Unusable()))
+    made = list(task_of(plan_of().data).examples(records, tokenizer, Unusable(), "text"))
     for (record, example), length in zip(made[:3], (3, 16, 5), strict=True):
         called = tokenizer(record["text"], truncation=True, max_length=16)["input_ids"]
         assert example.tokens.tolist() == called

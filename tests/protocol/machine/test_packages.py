@@ -203,7 +203,7 @@ def test_no_record_ends_the_preparation_of_an_own_task(package: Package) -> None
     records: list[dict[str, object]] = [{"text": "some words", "codes": [1, 2]}]
     records += [{"text": "some words", **each} for each in strange]
     unusable = Unusable()
-    made = list(task_of(data).examples(records, byte_tokenizer(), unusable))
+    made = list(task_of(data).examples(records, byte_tokenizer(), unusable, "codes"))
     assert [record["codes"] for record, _ in made] == [[1, 2], []]
     assert unusable.left_out.total() == 2
 
