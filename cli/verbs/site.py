@@ -43,6 +43,7 @@ from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import check_private, load_identity
 from cloister.protocol.machine.storage import own_files
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.questions import of_sequences, question_of
 from cloister.protocol.plan.soundness import from_json
 from cloister.protocol.plan.template import toml_value
 
@@ -149,7 +150,7 @@ def _check(arguments: argparse.Namespace) -> int:
     policy = load_policy(Path(config.policy)) if config.policy else Policy()
     policy.check_package(plan)  # before it sees a record
     devices = None
-    if arguments.only != "data":
+    if arguments.only != "data" and plan.question is None:  # which one process answers
         from cloister.cli.verbs.devices import Devices
 
         devices = Devices.of(plan, config.mesh, arguments.device or config.device)
@@ -157,11 +158,10 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.only != "devices":
         from cloister.clients.training.release import MUST_STAY
 
-        made = _prepared(config, plan)
-        counts = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
-        found[MUST_STAY.replace(" ", "_")] = counts | {"summary": made.summary()}
+        counts = _counted(config, plan)
+        found[MUST_STAY.replace(" ", "_")] = counts
         if not arguments.json:
-            print(f"{MUST_STAY}: {made.summary()}", flush=True)
+            print(f"{MUST_STAY}: {counts['summary']}", flush=True)
     return _finish(arguments, found, devices)
 
 
@@ -170,6 +170,25 @@ def _closed(path: str) -> SiteConfig:
     config = read_config(Path(path))
     close_folder(config.folder)
     return config
+
+
+def _counted(config: SiteConfig, plan: Plan) -> dict[str, object]:
+    """Exact counts of the site's records, for its own people."""
+    if of_sequences(plan):
+        made = _prepared(config, plan)
+        counts = {"records": made.records, "left_out": made.left_out, "sequences": len(made.train)}
+        return counts | {"summary": made.summary()}
+    from cloister.lm.text.records import Unusable, read_each
+
+    unusable, field = Unusable(), question_of(plan).field
+    read = [field in record for record in read_each(config.data, unusable, split=config.split)]
+    summary = f"{len(read)} records are read, {sum(read)} of them with the field {field!r}"
+    return {
+        "records": len(read),
+        "left_out": dict(unusable.left_out),
+        "with_field": sum(read),
+        "summary": summary,
+    }
 
 
 def _prepared(config: SiteConfig, plan: Plan) -> Prepared:

@@ -104,6 +104,16 @@ def test_the_answer_is_the_count_with_noise_of_the_stated_size(
         done(capsys, "--traceback", "generate", str(tmp_path / "run"), "--prompt", "x")
 
 
+def test_a_site_is_checked_for_a_question_by_its_fields(
+    asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it counts is for its own people; no model is divided over devices."""
+    federation = Federation(tmp_path / "sites", Plan.load(asked))
+    site = federation.sites_folder / federation.names[0] / "site.toml"
+    checked = found(capsys, "site", "check", str(site), str(asked))["must_stay_at_this_site"]
+    assert checked["records"] == checked["with_field"] == 500
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
