@@ -384,6 +384,8 @@ def toml(tree: dict[str, Any]) -> str:
     """Sections of plain values as TOML."""
     lines = []
     for section, values in tree.items():
+        if values is None:
+            continue
         plain = {k: v for k, v in values.items() if v is not None and not isinstance(v, dict) and v != []}
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
         for name, below in values.items():
