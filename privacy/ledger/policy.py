@@ -92,8 +92,7 @@ class Policy(Section):
     ] = ()
     """Families of plans to which this policy consents: to one run of each plan, without `cloister site accept`. A
     family has one model, data, public training, aggregation, privacy and question, and noise that the sites add. It
-    needs
-    `greatest_epsilon`, which limits all runs together."""
+    needs `greatest_epsilon`, which limits all runs together."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
