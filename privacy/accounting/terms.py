@@ -15,11 +15,12 @@ from cloister.privacy.accounting.accountant import Accountant, calibrate, epsilo
 from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
-from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
+from cloister.privacy.mechanism.unit_sum import Shape, UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.questions import cells, most_of_unit, question_of
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import kind_of
 
 _DIGITS = 4
 """Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
@@ -129,10 +130,11 @@ class _Round(NamedTuple):
 
 def _asked(plan: Plan, noise: float) -> UnitSum:
     """The mechanism of a question with a noise multiplier."""
-    unit, bits = plan.privacy.unit, plan.aggregation.ring_bits
+    unit, kind, question = plan.privacy.unit, kind_of(plan), question_of(plan)
     assert unit in ("record", "owner"), "a sound question has one of them"
-    bound, most, sites = most_of_unit(plan), question_of(plan).most_units, plan.cohort.size()
-    return unit_sum(noise, bound, len(cells(plan)), sites, most, plan.honest(), bits, unit)
+    shape = Shape(kind.count(plan), kind.touched(plan), kind.bound(plan), question.sites_of_owner)
+    sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
+    return unit_sum(noise, shape, sites, question.most_units, plan.honest(), bits, unit)
 
 
 def _round(plan: Plan, noise: float, dimension: int) -> _Round:

@@ -74,15 +74,15 @@ class DatasetLedger:
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
         if self._at_several_sites and plan.question is not None:
-            raise PlanError(
-                "simulation.field",
-                simulation.field,
-                expected=f"{plan.data.owner!r} with a ledger, so that each owner is at one site: in a question the "
-                "vectors of an owner at two sites are in one sum, which costs more than two charges",
-                fix="name one source (simulation.source), and set simulation.field to data.owner"
-                if simulation.sites
-                else "set simulation.field to data.owner",
-            )
+            if plan.question.sites_of_owner < plan.cohort.size():
+                raise PlanError(
+                    "question.sites_of_owner",
+                    plan.question.sites_of_owner,
+                    expected=f"{plan.cohort.size()}, the number of sites, with a ledger: in this division any of them "
+                    "may have records of an owner, and the vectors of all are in one sum",
+                    fix="set question.sites_of_owner so, or each owner at one site (simulation.field is data.owner)",
+                )
+            self._at_several_sites = False  # one charge is for all of them
 
     @classmethod
     def of(cls, plan: Plan) -> DatasetLedger | None:
