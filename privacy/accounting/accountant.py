@@ -34,6 +34,7 @@ from cloister.privacy.mechanism.events import (
     SampledGaussian,
     Skellam,
     Unit,
+    bare,
     from_json,
     positive,
 )
@@ -150,13 +151,14 @@ def composed(events: Iterable[str], delta: float) -> float:
 
 
 def mechanism(event: Event) -> Event:
-    """The event without its number."""
-    match event:
-        case SampledGaussian():
-            return replace(event, steps=1)
-        case Gaussian() | Skellam():
-            return replace(event, count=1)
-    return event
+    """The event without its number and without whom it trusts: equal noise of more or fewer sites is one mechanism."""
+    match bare(event):
+        case SampledGaussian() as step:
+            return replace(step, steps=1)
+        case Gaussian() | Skellam() as release:
+            return replace(release, count=1)
+        case whole:
+            return whole
 
 
 class _Step(NamedTuple):

@@ -147,4 +147,5 @@ def unit_sum(
         z * b * scale
     ) ** 2  # the same number whatever the sites: equal noise is one mechanism in a ledger
     l2 = scale * b * (1 + 4 * _MARGIN)
-    return UnitSum(cells, b, scale, whole / honest, Skellam(whole, l2, rounded_l1(l2, cells), 1, unit=unit))
+    event = Skellam(whole, l2, rounded_l1(l2, cells), 1, unit=unit, honest=honest)
+    return UnitSum(cells, b, scale, whole / honest, event)
