@@ -29,6 +29,7 @@ from cloister.protocol.machine.storage import write_bytes
 from cloister.protocol.plan.pin import packages_in, pinned, read_text
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
+from cloister.simulations.planning import against_all
 
 if TYPE_CHECKING:
     from cloister.server.federation.cost import Cost, SecureCost
@@ -159,13 +160,14 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
+    asked = plan.question is not None
     return {
         "unit": terms.unit,
         "noise_multiplier": terms.noise_multiplier,
         "epsilon": terms.epsilon(plan.run.rounds),
         "delta": terms.delta,
         "relation": relation(plan),
-    }
+    } | ({"against_all_epsilon": against_all(terms, plan.run.rounds).epsilon} if asked else {})
 
 
 def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
@@ -286,3 +288,6 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
     yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds", spent
+    if plan.question is not None:
+        most = f"{at_most(against_all(terms, plan.run.rounds).epsilon)} at delta {terms.delta:g}"
+        yield "  against the coordinator and all other sites together", most
