@@ -160,14 +160,17 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
-    asked = plan.question is not None
-    return {
+    rounds = plan.run.rounds
+    found: dict[str, object] = {
         "unit": terms.unit,
         "noise_multiplier": terms.noise_multiplier,
-        "epsilon": terms.epsilon(plan.run.rounds),
+        "epsilon": terms.epsilon(rounds),
         "delta": terms.delta,
         "relation": relation(plan),
-    } | ({"against_all_epsilon": against_all(terms, plan.run.rounds).epsilon} if asked else {})
+    }
+    if plan.question is not None:
+        found["against_all_epsilon"] = against_all(terms, rounds).epsilon
+    return found
 
 
 def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:

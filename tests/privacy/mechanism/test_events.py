@@ -89,12 +89,14 @@ def test_ledgers_that_do_not_say_whom_an_event_trusts_are_read_and_written_as_th
 
 
 def test_a_ledger_says_whom_an_event_trusts() -> None:
-    told = [SampledGaussian(1.0, 0.5, 2, "record", "coordinator"), Skellam(16.0, 2.0, 4.0, 1, honest=6)]
+    told: list[Event] = [SampledGaussian(1.0, 0.5, 2, "record", "coordinator")]
+    told.append(Skellam(16.0, 2.0, 4.0, 1, honest=6))
     text = to_json(told)
     assert '"trusts":"coordinator"' in text
     assert '"honest":6' in text
     assert from_json(text) == tuple(told)
-    for event, before in zip(told, (SampledGaussian(1.0, 0.5, 2), Skellam(16.0, 2.0, 4.0, 1)), strict=True):
+    earlier: list[Event] = [SampledGaussian(1.0, 0.5, 2), Skellam(16.0, 2.0, 4.0, 1)]
+    for event, before in zip(told, earlier, strict=True):
         assert event != before
         assert bare(event) == bare(before) == before
 
