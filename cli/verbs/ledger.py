@@ -185,8 +185,9 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
         together = (name, "all runs together", "", count, *cost)
         table.add_row(*(Text(cell, style="bold") for cell in together))
         for field, label in _PARTS.items():
-            if cost := dataset.get("asked", {}).get(field):
-                table.add_row(name, label, "", "", rounded_up(cost["epsilon"]), f"{cost['delta']:g}")
+            if part := dataset.get("asked", {}).get(field):
+                cells = name, label, "", "", rounded_up(part["epsilon"]), f"{part['delta']:g}"
+                table.add_row(*map(Text, cells))
         table.add_section()
     console.print(table)
     for dataset in datasets:

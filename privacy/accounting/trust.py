@@ -78,7 +78,8 @@ class Shares:
     """What a list of events with questions costs in other ways than as a whole. Each part has a delta of its own."""
 
     against_all: Spent | None
-    """All events, against the coordinator and all other sites together; None: there is no figure."""
+    """All events, against the coordinator and all other sites together, and so at least what `over_runs` gives; None:
+    there is no figure."""
     why_not: str
     """Why there is none; empty if there is."""
     questions: Spent
@@ -105,4 +106,9 @@ def shares(events: Iterable[str], delta: float, accountant: str = "pld") -> Shar
         return spent(part, delta, "rdp" if accountant == "rdp" else "pld", adaptive=True)
 
     own, why_not = alone(listed)
-    return Shares(None if why_not else cost(own), why_not, cost(questions), cost(rest) if rest else None)
+    against_all = None
+    if not why_not:
+        found = cost(own)
+        # The same noise of one site may be one mechanism where the sums are several, which are composed less tightly.
+        against_all = replace(found, epsilon=max(found.epsilon, cost(listed).epsilon))
+    return Shares(against_all, why_not, cost(questions), cost(rest) if rest else None)

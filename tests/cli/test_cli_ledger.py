@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -207,9 +208,11 @@ def test_a_dataset_with_questions_has_their_share_and_a_figure_against_all_other
         cost = asked[name]
         assert ["ward", label, "", "", rounded_up(cost["epsilon"]), f"{cost['delta']:g}"] in rows
     assert "parts need not add up" in " ".join(shown.split())
-    ledger.charge(
-        charge(10, run="run-d", event=to_json([ROUND])), None
-    )  # a trusted coordinator adds the noise
+    ledger.charge(charge(11, dataset="[lab]", event=to_json([question])), None)
+    shown = ran(capsys, "show", str(ledger.path))[1]
+    assert re.search(r"\[lab\] +│ +questions alone", shown)  # as it is, not as markup
+    # A trusted coordinator adds the noise.
+    ledger.charge(charge(10, run="run-d", event=to_json([ROUND])), None)
     _, ward = json.loads(ran(capsys, "show", str(ledger.path), "--json")[1])["datasets"]
     assert ward["asked"]["against_all"] is None
     shown = ran(capsys, "show", str(ledger.path))[1]

@@ -108,6 +108,7 @@ MUTANTS = [
     Mutant("privacy.accounting.trust:shares", "if is_question(event)", "if True"),
     Mutant("privacy.accounting.trust:is_question", 'event.unit != "site"', 'event.unit == "site"'),
     Mutant("privacy.accounting.trust:shares", "cost(own)", "cost(listed)"),
+    Mutant("privacy.accounting.trust:shares", "max(found", "min(found"),
     Mutant("privacy.mechanism.unit_sum:unit_sum", "honest=honest", "honest=1"),
     Mutant("privacy.mechanism.unit_sum:unit_sum", "honest=honest", "honest=contributors"),
 ]
@@ -149,6 +150,17 @@ def test_equal_noise_of_more_or_fewer_sites_is_one_mechanism_except_against_all_
     parts = found(six, three)
     assert parts.against_all is not None
     assert (parts.against_all.delta, parts.questions.delta) == (2 * DELTA, DELTA)
+
+
+def test_against_all_others_nothing_costs_less_than_against_some() -> None:
+    """Sums of one and of two sites are two mechanisms, and the noise of one site is the same in both."""
+    one = replace(asked(honest=1).event, count=10)
+    two = replace(one, variance=2 * one.variance, honest=2, count=1)
+    parts, together = found(one, two), over_runs(ledger(one, two), DELTA)
+    (own,) = {replace(event, count=1) for event in alone([one, two]).events if isinstance(event, Skellam)}
+    assert spent([replace(own, count=11)], DELTA).epsilon < together.epsilon
+    assert parts.against_all is not None
+    assert parts.against_all.epsilon == together.epsilon
 
 
 @pytest.mark.parametrize(
