@@ -34,6 +34,7 @@ from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 from cloister.protocol.questions.estimate import CLEAR
 from cloister.protocol.questions.registry import kind_of
+from cloister.simulations.planning import against_all
 
 if TYPE_CHECKING:
     from cloister.server.federation.cost import Cost, SecureCost
@@ -199,13 +200,17 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
-    return {
+    rounds = plan.run.rounds
+    found: dict[str, object] = {
         "unit": terms.unit,
         "noise_multiplier": terms.noise_multiplier,
-        "epsilon": terms.epsilon(plan.run.rounds),
+        "epsilon": terms.epsilon(rounds),
         "delta": terms.delta,
         "relation": relation(plan),
     }
+    if plan.question is not None:
+        found["against_all_epsilon"] = against_all(terms, rounds).epsilon
+    return found
 
 
 def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
@@ -327,3 +332,6 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
     yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds", spent
+    if plan.question is not None:
+        most = f"{at_most(against_all(terms, plan.run.rounds).epsilon)} at delta {terms.delta:g}"
+        yield "  against the coordinator and all other sites together", most

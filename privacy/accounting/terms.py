@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cloister.privacy.accounting.accountant import Accountant, calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
@@ -145,7 +145,8 @@ def _round(plan: Plan, noise: float, dimension: int) -> _Round:
         return _Round((asked.event,), asked=asked)
     if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit)
+        trusts: Literal["", "coordinator"] = "coordinator" if privacy.trusts_coordinator else ""
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, trusts)
         return _Round((event,))
     # With groups each group's sum has noise for itself, and a site is in one group.
     sites = max(plan.summed())

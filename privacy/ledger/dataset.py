@@ -31,6 +31,7 @@ from pathlib import Path
 from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import Terms
+from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError
@@ -52,6 +53,8 @@ class DatasetSpent:
     """The delta for which it holds: the plan's, or twice that if their mechanisms differ."""
     head: str
     """Head of the ledger, in hex."""
+    shares: Shares | None
+    """The share of questions, and the cost against all other parties together; None: no run is a question."""
 
 
 class DatasetLedger:
@@ -180,8 +183,9 @@ class DatasetLedger:
         for run, rounds in summed.items():
             self._check_complete(history.entries, run, rounds)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
-        cost = self._cost(history.events(self.dataset))
-        return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex())
+        charges, privacy = history.events(self.dataset), self._plan.privacy
+        cost, parts = self._cost(charges), shares(charges, privacy.delta, privacy.accountant)
+        return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex(), parts)
 
     def create(self) -> None:
         """Create the ledger if it is missing.

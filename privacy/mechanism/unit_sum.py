@@ -175,4 +175,5 @@ def unit_sum(
     whole = (z * b * scale) ** 2
     l2 = scale * each * (1 + 4 * _MARGIN)
     l1 = shape.copies * rounded_l1(l2, shape.touched)
-    return UnitSum(shape, scale, whole / honest, Skellam(whole, shape.copies * l2, l1, 1, unit=unit))
+    event = Skellam(whole, shape.copies * l2, l1, 1, unit=unit, honest=honest)
+    return UnitSum(shape, scale, whole / honest, event)
