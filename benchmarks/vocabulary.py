@@ -1,0 +1,183 @@
+"""Bits per byte with a tokenizer from a vocabulary question beside one of the sites' own text and a public one.
+
+The sites' text is functions of the installed packages torch and transformers, which are dependencies of this package;
+the public text is that of `builtin:python-docs`. A question asks eight sites for frequent words, at epsilon 4 and delta
+1e-6 for each function. A tokenizer learns from its answer and the public text, a second one from the sites' own text,
+and a third from the public text alone. With each a small model is trained in the same number of steps on the sites'
+functions, and evaluated on others.
+
+    python benchmarks/vocabulary.py [--json] [--functions N] [--vocab N] [--steps N] [--seeds N]
+
+Keys of the JSON: for each of `own`, `question` and `public`, `bits_per_byte` (medians over the seeds) and
+`bytes_per_token`; `epsilon`, `words` and `units` of the question; and `question_over_own` and `public_over_own`, the
+ratios of bits per byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cloister.cli.main import main as cloister
+from cloister.lm.text.corpus import corpus_records
+from cloister.lm.text.tokenizer import train_tokenizer
+from cloister.protocol.plan.soundness import Plan
+from cloister.server.record.folder import RunFiles, RunFolder
+from cloister.server.record.outcome import read_answer
+from cloister.simulations.federation import simulate
+
+PACKAGES = ("torch", "transformers")
+HELD_OUT = 1000
+QUESTION = """[question]
+kind = "vocabulary"
+field = "text"
+words = 64
+[privacy]
+unit = "record"
+target_epsilon = 4.0
+delta = 1e-6
+[cohort]
+sites = 8
+[simulation]
+source = "{}"
+partition = "iid"
+"""
+TRAINING = """[run]
+rounds = 2
+[model]
+tokenizer = "{tokenizer}"
+[model.config]
+hidden_size = 128
+intermediate_size = 384
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 4
+[data]
+sequence_length = 128
+held_out = 0.0
+[local]
+steps = {steps}
+batch_size = 16
+learning_rate = 0.002
+optimizer_state = "keep"
+[cohort]
+sites = 2
+quorum = 1.0
+[aggregation]
+secure = false
+[server]
+evaluation = "{held_out}"
+evaluate_every = 2
+[simulation]
+source = "{source}"
+partition = "iid"
+durable = false
+"""
+
+
+def functions() -> Iterator[str]:
+    """The functions of the packages, each once."""
+    seen: set[str] = set()
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        for file in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
+            source = file.read_text(encoding="utf-8", errors="replace")
+            try:
+                tree = ast.parse(source)
+            except SyntaxError:
+                continue
+            for node in ast.walk(tree):
+                text = ast.get_source_segment(source, node) if isinstance(node, ast.FunctionDef) else None
+                if text and text not in seen:
+                    seen.add(text)
+                    yield text
+
+
+def wrote(path: Path, texts: Iterable[str]) -> Path:
+    """A file of records."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def trained(folder: Path, tokenizer: Path, source: Path, held_out: Path, steps: int, seed: int) -> float:
+    """Bits per byte of a model with a tokenizer."""
+    text = TRAINING.format(tokenizer=tokenizer, source=source, held_out=held_out, steps=steps)
+    with RunFolder.create(folder, Plan.parse(text, [f"run.seed={seed}"])) as made:
+        simulate(made, lambda _event: None)
+        return float(made.metrics()[-1]["bits_per_byte"])
+
+
+def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures."""
+    texts = list(functions())
+    random.Random(0).shuffle(texts)
+    held, texts = texts[:HELD_OUT], texts[HELD_OUT : HELD_OUT + arguments.functions]
+    public = [record["text"] for record in corpus_records("builtin:python-docs").records]
+    source, other = wrote(folder / "sites.jsonl", texts), wrote(folder / "held.jsonl", held)
+    question = folder / "question.toml"
+    question.write_text(QUESTION.format(source))
+    if cloister(["ask", str(question), "--out", str(folder / "answer"), "--quiet"]):
+        sys.exit("the question was not answered")
+    words = ["tokenizer", "train", str(wrote(folder / "public.jsonl", public)), "--from-question"]
+    settings = ["--vocab", str(arguments.vocab), "--out", str(folder / "question")]
+    if cloister([*words, str(folder / "answer"), *settings]):
+        sys.exit("no tokenizer was trained")
+    train_tokenizer(texts, "bpe", arguments.vocab).save_pretrained(folder / "own")
+    train_tokenizer(public, "bpe", arguments.vocab).save_pretrained(folder / "public")
+    files = RunFiles(folder / "answer")
+    found: dict[str, Any] = {"units": len(texts), "words": len(read_answer(files).figures), "epsilon": 4.0}
+    size = sum(len(text.encode()) for text in held)
+    for name in ("own", "question", "public"):
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder / name)
+        tokens = sum(len(each) for each in tokenizer(held)["input_ids"])
+        bits = [
+            trained(folder / f"run-{name}-{seed}", folder / name, source, other, arguments.steps, seed)
+            for seed in range(arguments.seeds)
+        ]
+        found[name] = {"bits_per_byte": median(bits), "all": bits, "bytes_per_token": size / tokens}
+        print(name, found[name], file=sys.stderr, flush=True)
+    for name in ("question", "public"):
+        found[f"{name}_over_own"] = found[name]["bits_per_byte"] / found["own"]["bits_per_byte"]
+    return found
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--functions", type=int, default=60_000)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(Path(folder), arguments)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for name in ("own", "question", "public"):
+            each = found[name]
+            print(
+                f"{name:9} {each['bits_per_byte']:.3f} bits per byte, {each['bytes_per_token']:.2f} bytes per token"
+            )
+        print(
+            f"question {found['question_over_own']:.3f}, public {found['public_over_own']:.3f} of the sites' own text"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
