@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,17 @@ class _Watched(UnitCode):
 
     planted: Sequence[Vectors]
     """Each (1, K): units after its own."""
+    again: bool
+    """Whether it codes again without noise, for which all vectors are in memory."""
     see: Callable[[RingVector, RingVector], None]
     """Receives its vector with noise, before the mask, and the same without noise: each (L,)."""
 
     def answer(self, units: Iterable[Vectors]) -> RingVector:
         """As `UnitCode.answer`."""
-        made = [*units, *self.planted]
-        bare = UnitCode(self.layout, self.asked, Silent(self.noise.key)).answer(made)
-        sent = super().answer(made)
-        self.see(sent.copy(), bare)
+        made = chain(units, self.planted)
+        known = list(made) if self.again else []
+        sent = super().answer(known if self.again else made)
+        self.see(sent.copy(), UnitCode(self.layout, self.asked, Silent(self.noise.key)).answer(known))
         return sent
 
 
@@ -204,7 +207,7 @@ class QuestionGame:
         included = coins().child("coins").generator().random(count) < 0.5
         seen = _Seen(terms, sites, honest_of(self.plan), along)
         for number, there in enumerate(included, 1):
-            seen.see(self._play(unit if there else (), partial(_of_answer, noises, number)))
+            seen.see(self._play(unit if there else (), partial(_of_answer, noises, number), again=True))
             progress(number, count)
         events = seen.answers[0].events or terms.round_events
         law = events[0]
@@ -212,6 +215,9 @@ class QuestionGame:
         l2, l1 = (max(float(norm(by, order)) for _, by in moved) for order in (2, 1))
         checks = (
             *seen.checks(law),
+            change(
+                "noise multiplier of the plan", terms.noise_multiplier, math.sqrt(law.variance) / law.l2, 1e-9
+            ),
             change("what one unit changes in a sum, in steps", l2, law.l2),
             change("the same, summed over the cells", l1, law.l1),
         )
@@ -267,7 +273,8 @@ class QuestionGame:
             unit = self._of_owner(own if self._many > 1 else own[number:], f"the owner {number} of an audit")
             write_records(path, unit := unit[: self._many])
             starts = self._prepared(path).held_out.starts
-            if starts is not None and len(starts) == 2:
+            units = 0 if starts is None else len(starts) - 1
+            if units == 1 or (units and self._many > 1):  # an owner is one; more are a defect to be seen
                 return unit
         raise CloisterError(
             f"records of {self.site.name}",
@@ -290,7 +297,11 @@ class QuestionGame:
         return list(read_each(self.site.data, Unusable(), split=self.site.split))
 
     def _play(
-        self, records: Sequence[Record], noise: Callable[[str], NoiseStream], *planted: Vectors
+        self,
+        records: Sequence[Record],
+        noise: Callable[[str], NoiseStream],
+        *planted: Vectors,
+        again: bool = False,
     ) -> _Answer:
         """Answer once.
 
@@ -298,6 +309,7 @@ class QuestionGame:
             records: Those of the first site; the others have none.
             noise: Gives the noise of a site.
             planted: Each (1, K): the vectors of units after those of the first site.
+            again: As for `_Watched`; else `bare` is of no unit.
 
         Raises:
             EngineError: the question was not answered.
@@ -321,7 +333,7 @@ class QuestionGame:
                     code = task.code
                     assert isinstance(code, UnitCode), "a question has the code of units"
                     more = planted if first else ()
-                    return replace(task, code=_Watched(code.layout, code.asked, code.noise, more, see))
+                    return replace(task, code=_Watched(code.layout, code.asked, code.noise, more, again, see))
 
                 rows = made if first else prepared(plan, 0)
                 return Simulated(lambda _round: noise(name), folder, dataset, lambda: rows, True, watched)
