@@ -4,10 +4,12 @@ Each answer is that of a new federation in one process (`rounds.py`): real sites
 vectors of their units, add noise and mask; `server.run.run` charges, opens the sum and keeps the answer. No site drops
 out. The vector that a site codes is seen before its mask, and is coded again with the same rounding and without noise.
 
-First one unit more is compared with none, in sums that all have the same noise. The first site has the run's records,
-and after them the unit: a record, or an owner of `_MANY` records, with the values at the ends of the question's range,
-values and edges, and far beyond; where a model is evaluated, a record or an owner of the site that is held out; or a
-vector along all cells of `LENGTHS` bounds, which no record has.
+First one unit more is compared with none, in sums that all have the same noise. The unit is a record, or an owner of
+`_MANY` records, with the values at the ends of the question's range, values and edges, and far beyond; where a model is
+evaluated, a record of the first site or an owner of its records that is held out. It comes before the run's records of
+the first site, so that what it leaves for others or takes from them is seen; all numbers are rounded to the nearest
+step, because the draws of the others would be other ones. Or, with the draws of the mechanism, it is a vector of
+`LENGTHS` bounds along all cells, after those of the records.
 
 Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone at the first site;
 the noise is new. The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the
@@ -32,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +91,14 @@ _MOST_SEEN = 2**22
 _LEDGERS = "in a site's ledger", "in the coordinator's ledger", "in a ledger over runs"
 _ROUNDED = 2.0**-22
 """Relative error of an answer: a mean in float32."""
+
+
+class _Even(NoiseStream):
+    """A stream whose draws round to the nearest step."""
+
+    def generator(self) -> Any:
+        """As `NoiseStream.generator`; all numbers are one half."""
+        return SimpleNamespace(random=partial(np.full, fill_value=0.5))
 
 
 @dataclass(frozen=True)
@@ -149,12 +160,15 @@ class _Seen:
         """The answers, without the vectors."""
         self.scores: list[float] = []
         """Of each."""
+        self.units: list[Samples] = []
+        """(K,): the first site's sum in each, without noise, which is the vector of one unit or none."""
 
     def see(self, answer: _Answer) -> None:
         """Take an answer."""
         noise = _signed(answer.sent - answer.bare)[: self._seen, : self._cells]
         self._noise.see(noise.ravel() / self._deviation)
         self.scores.append(float(_total(answer.sent[: self._honest])[: self._cells] @ self._along))
+        self.units.append(_signed(answer.bare)[0, : self._cells].astype(np.float64))
         none = answer.sent[:0]
         self.answers.append(replace(answer, sent=none, bare=none))
 
@@ -212,7 +226,8 @@ class QuestionGame:
         events = seen.answers[0].events or terms.round_events
         law = events[0]
         assert isinstance(law, Skellam), "a question has this noise"
-        l2, l1 = (max(float(norm(by, order)) for _, by in moved) for order in (2, 1))
+        changes = [*(by for _, by in moved), *seen.units]
+        l2, l1 = (max(float(norm(each, order)) for each in changes) for order in (2, 1))
         checks = (
             *seen.checks(law),
             change(
@@ -232,18 +247,20 @@ class QuestionGame:
         """Units, of which one that is planted has no records, each with its change (L,) of the first site's vector in a
         sum with the same noise."""
 
-        @functools.cache
-        def same(name: str) -> NoiseStream:
-            return noises(name, 0)
+        same = functools.cache(partial(_of_answer, noises, 0))
+
+        def even(name: str) -> NoiseStream:
+            return _Even(same(name).key)
 
         cells, units = _asked(self.terms).cells, self._units()
         taken = {_line(record) for unit in units for record in unit}
         rest = [record for record in self._records() if _line(record) not in taken]
-        without = self._play(rest, same).sent[0]
+        without = self._play(rest, even).sent[0]
         for unit in units:
-            yield unit, _signed(self._play([*rest, *unit], same).sent[0] - without).astype(np.float64)
+            yield unit, _signed(self._play([*unit, *rest], even).sent[0] - without).astype(np.float64)
         signs = np.random.Generator(np.random.Philox(self.plan.run.seed)).choice((-1.0, 1.0), (1, cells))
         one = signs * (_asked(self.terms).bound / math.sqrt(cells))
+        without = self._play(rest, same).sent[0]
         for length in LENGTHS:
             beyond = self._play(rest, same, length * one).sent[0]
             yield (), _signed(beyond - without).astype(np.float64)

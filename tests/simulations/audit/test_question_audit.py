@@ -177,13 +177,14 @@ LESS_NOISE = [
 same at all sites, and in all answers."""
 OTHER_UNITS = [
     (Mutant(OWNERS, "total / count", "total / count * (-1) ** len(owned)"), CHANGE),
+    (Mutant(OWNERS, "in owned.values()", "in [*owned.values()][:9]"), CHANGE),
     (NOT_CUT, CHANGE),
     (Mutant(STEPS, "* self.bound, scaled)", "* self.bound * 1.01, scaled)"), CHANGE),
     (Mutant(STEPS, CUT, f"({CUT} + (scaled > 0))"), CHANGE),
     (Mutant(ENCODE, "total +=", "total += 2 *"), CHANGE),
 ]
-"""An owner that changes the vectors of others; vectors that are not cut, too long or rounded up beyond the bound, or
-counted twice."""
+"""An owner that changes the vectors of others, or takes the place of one; vectors that are not cut, too long or rounded
+up beyond the bound, or counted twice."""
 LEAKS = [
     (Mutant(CODE, ENCODED, f"units = list(units); {ENCODED}; vector[0] += sum(map(len, units))"), CHANGE),
     (Mutant(ANSWERED, ANSWER, f"(made := {ANSWER}, made.__setitem__(0, made[0] + 1))[0]"), FOLLOWS),
