@@ -55,8 +55,9 @@ from cloister.protocol.machine.storage import sync_to_disk, write_file, write_fo
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.envelope import Sender
 from cloister.protocol.plan.plan import Plan, ProfileSection
-from cloister.protocol.plan.questions import of_sequences, question_of
 from cloister.protocol.plan.template import to_toml
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import of_sequences
 from cloister.server.federation.app import GridChannel, MeetingChannel, server_app
 from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.history import identity, next_start, reached, run_history

@@ -54,6 +54,14 @@ def cost(terms: Terms, rounds: int, group: int = 1) -> Spent:
     return spent(terms.events(rounds), terms.delta, terms.accountant, group=group)
 
 
+def against_all(terms: Terms, rounds: int) -> Spent:
+    """What so many rounds of a question cost against the coordinator and all other sites together."""
+    from cloister.privacy.accounting.accountant import spent
+    from cloister.privacy.accounting.trust import alone
+
+    return spent(alone(terms.events(rounds)).events, terms.delta, terms.accountant)
+
+
 def terms_with(plan: Contract, **wanted: float | None) -> Terms:
     """The privacy of a plan with another `noise_multiplier` or `target_epsilon`, and without a budget.
 

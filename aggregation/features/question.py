@@ -16,7 +16,8 @@ from cloister.aggregation.vector.average import WEIGHT, Counter, SumLayout
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.privacy.mechanism.unit_sum import UnitSum, Vectors
+from cloister.privacy.mechanism.unit_sum import UnitSum
+from cloister.protocol.questions.vectors import Sparse, Vectors
 
 
 def asked_of(basis: Basis) -> UnitSum:
@@ -51,7 +52,7 @@ class UnitCode:
         """True."""
         return True
 
-    def answer(self, units: Iterable[Vectors]) -> RingVector:
+    def answer(self, units: Iterable[Vectors | Sparse]) -> RingVector:
         """The whole vector of a site.
 
         Args:

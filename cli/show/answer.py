@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ from rich.text import Text
 
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import unit
-from cloister.privacy.report.answer import CLEAR, WITHIN, Answer, Estimate
+from cloister.privacy.report.answer import Answer
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.questions.estimate import CLEAR, WITHIN, Estimate
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.outcome import ANSWER, outcome, read_answer
 
+_MOST = 200
+"""Figures that are printed."""
 _WIDTH = 16
 """Characters of the longest bar."""
 
@@ -37,6 +41,8 @@ def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, st
         return
     answer = read_answer(files)
     console.print(_table(answer))
+    if len(answer.figures) > _MOST:
+        console.say(f"and {len(answer.figures) - _MOST:,} more, in the file of the answer", "dim")
     for site, why in (absent or {}).items():
         console.say(f"{site} took no part: {why}", "yellow")
     if any(each.value is None for each in answer.figures):
@@ -60,15 +66,20 @@ def _table(answer: Answer) -> Table:
     bars = answer.kind == "histogram"
     table = columns(*headings, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
     largest = max((each.value or 0.0 for each in answer.figures if each.name in answer.cells), default=0.0)
-    for each in answer.figures:
+    for each in answer.figures[:_MOST]:
         sampling = "" if each.sampling is None else f"± {_number(WITHIN * each.sampling)}"
         noise = "" if each.value is None else f"± {_number(WITHIN * each.noise)}"
-        row: list[Text | str] = [Text(each.name), _value(each), noise, sampling]
+        row: list[Text | str] = [Text(_shown(each.name)), _value(each), noise, sampling]
         if bars:
             length = round(_WIDTH * each.value / largest) if each.name in answer.cells and each.value else 0
             row.append(Text("█" * length, justify="left"))
         table.add_row(*row)
     return table
+
+
+def _shown(name: str) -> str:
+    """A word with its spaces and line ends to be seen."""
+    return name if name.isprintable() and name.strip() == name else json.dumps(name, ensure_ascii=False)
 
 
 def _value(estimate: Estimate) -> str:

@@ -22,6 +22,7 @@ from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.output.generate import generate
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.figures import at_most
+from cloister.privacy.report.report import QuestionsRow
 from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.figure import finite
 from cloister.protocol.plan.plan import DataSection
@@ -259,9 +260,19 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
             elif over.epsilon is not None:
                 figure = f"{at_most(over.epsilon)} at delta {over.delta:g}{limit}"
             table.add_row(Text(f"epsilon, all runs{runs} on {over.name}"), Text(figure))
+            if over.asked is not None:
+                table.add_row("  against all others together", _against_all(over.asked))
         table.add_row("delta", f"{privacy.delta:g}")
     _add_costs(table, outcome, label)
     return table
+
+
+def _against_all(asked: QuestionsRow) -> str:
+    """Epsilon over all runs against the coordinator and all other sites together."""
+    found = asked.against_all
+    if found is None:
+        return "no figure"
+    return "no bound" if found.epsilon is None else f"{at_most(found.epsilon)} at delta {found.delta:g}"
 
 
 def _classes(confusion: Confusion, data: DataSection) -> Iterator[Table]:

@@ -18,8 +18,8 @@ from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
 from cloister.protocol.errors import CloisterError
 from cloister.protocol.plan.plan import Plan
+from cloister.simulations.planning import against_all, rounded_up, terms_with
 from cloister.simulations.planning import cost as cost_of
-from cloister.simulations.planning import rounded_up, terms_with
 
 _NOISES = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -57,6 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
             noise = rounded_up(terms.noise_multiplier)  # typed back, it costs no more
             shown.say(f"noise multiplier {noise:.10g} for epsilon {target:g}", "bold")
         _say_epsilon(shown, cost, f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}")
+        if plan.question is not None:
+            own = against_all(terms, length)
+            facts |= {"against_all_epsilon": own.epsilon}
+            _say_epsilon(shown, own, "against the coordinator and all other sites together")
         if group is not None:
             together = cost_of(terms, length, group)
             facts |= {"group": group, "group_epsilon": together.epsilon}

@@ -19,10 +19,22 @@ from rich.text import Text
 from cloister.cli.options.shared_options import Parser, add_action, tell
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Spent, over_runs, spent
+from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.ledger import Entry, History, read_history
 from cloister.privacy.mechanism.events import from_json
 from cloister.protocol.errors import LedgerError
 from cloister.server.record.folder import RunFiles
+
+_PARTS = {
+    "against_all": "  against all others together",
+    "questions": "  questions alone",
+    "rest": "  all else alone",
+}
+"""Rows of a dataset with questions."""
+_TRUSTED = (
+    "figures with questions hold against those who know the noise of no more sites than their plans assume; against "
+    "the coordinator and all other sites together, a site's own noise alone counts; parts need not add up"
+)
 
 
 def options(parser: Parser) -> None:
@@ -102,16 +114,18 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _dataset(history: History, name: str) -> dict[str, Any]:
     """What a dataset has spent, at the smallest delta among its entries, or over runs whose mechanisms differ at twice
-    that delta."""
+    that delta; with questions also their share, and the cost against all other parties together."""
 
     entries = [entry for entry in history.entries if entry.charge.dataset == name]
-    delta = min(entry.charge.delta for entry in entries)
+    delta, charges = min(entry.charge.delta for entry in entries), [entry.charge.event for entry in entries]
+    parts = shares(charges, delta)
     runs: dict[str, list[Entry]] = {}
     for entry in entries:
         runs.setdefault(entry.charge.run, []).append(entry)
     return {
         "dataset": name,
-        **_epsilon(over_runs([entry.charge.event for entry in entries], delta)),
+        **_epsilon(over_runs(charges, delta)),
+        **({} if parts is None else {"asked": _asked(parts)}),
         "runs": [
             {
                 "run": run,
@@ -124,6 +138,13 @@ def _dataset(history: History, name: str) -> dict[str, Any]:
             for run, charged in runs.items()
         ],
     }
+
+
+def _asked(parts: Shares) -> dict[str, Any]:
+    """What questions make of the cost, by row; null means that there is no such figure."""
+    figures = {"against_all": parts.against_all, "questions": parts.questions, "rest": parts.rest}
+    found = {name: None if cost is None else _epsilon(cost) for name, cost in figures.items()}
+    return found | {"why_not": parts.why_not}
 
 
 def _epsilon(spent: Spent) -> dict[str, Any]:
@@ -163,11 +184,19 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
         cost = rounded_up(dataset["epsilon"]), f"{dataset['delta']:g}"
         together = (name, "all runs together", "", count, *cost)
         table.add_row(*(Text(cell, style="bold") for cell in together))
+        for field, label in _PARTS.items():
+            if part := dataset.get("asked", {}).get(field):
+                cells = name, label, "", "", rounded_up(part["epsilon"]), f"{part['delta']:g}"
+                table.add_row(*map(Text, cells))
         table.add_section()
     console.print(table)
     for dataset in datasets:
         if dataset["note"]:
             console.say(f"{dataset['dataset']}: {dataset['note']}")
+        if "asked" in dataset:
+            console.say(f"{dataset['dataset']}: {_TRUSTED}")
+        if why := dataset.get("asked", {}).get("why_not"):
+            console.say(f"{dataset['dataset']}: no figure against all others together: {why}")
     console.say(
         "of what was charged; if results decided how much, a limit that was fixed beforehand holds", "dim"
     )

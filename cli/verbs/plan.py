@@ -6,6 +6,7 @@ Work with plans: what the parties agree on before a run.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -21,21 +22,26 @@ from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import relation, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
-from cloister.privacy.report.answer import SIZES, expected
+from cloister.privacy.report.answer import SIZES
 from cloister.privacy.report.figures import at_most
+from cloister.protocol.errors import RunFolderError
 from cloister.protocol.machine.packages import installed
 from cloister.protocol.machine.prerequisites import size
 from cloister.protocol.machine.storage import write_bytes
-from cloister.protocol.plan.pin import packages_in, pinned, read_text
+from cloister.protocol.plan import soundness
+from cloister.protocol.plan.pin import packages_in, pinned, read_text, weighted
 from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
+from cloister.protocol.questions.estimate import CLEAR
+from cloister.protocol.questions.registry import kind_of
+from cloister.simulations.planning import against_all
 
 if TYPE_CHECKING:
     from cloister.server.federation.cost import Cost, SecureCost
 
 
 def options(parser: Parser) -> None:
-    """The actions `new`, `check` and `pin`."""
+    """The actions `new`, `check`, `pin` and `weights`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     new = add_action(actions, _new)
     new.add_plan(default="the defaults of all fields")
@@ -44,6 +50,9 @@ def options(parser: Parser) -> None:
     check.add_json()
     pin = add_action(actions, _pin)
     pin.value("plan PLAN", "a TOML file")
+    weights = add_action(actions, _weights)
+    weights.value("plan PLAN", "a TOML file")
+    weights.value("--from-question RUN", "run folder of a histogram of the labels", required=True)
 
 
 def _pin(arguments: argparse.Namespace) -> int:
@@ -63,6 +72,38 @@ def _pin(arguments: argparse.Namespace) -> int:
         print(f"{package} {has.version}, files {has.sha256}")
         if has.editable:
             print("it is installed in place: a deployment refuses it until its wheel is installed")
+    return 0
+
+
+def _weights(arguments: argparse.Namespace) -> int:
+    """Write weights of the classes into a plan, from the answer to a question.
+
+    Write data.class_weights, in proportion to the inverse of each class's count, and the digest of the answer that the
+    counts are from. The answer was charged when it was asked for; its weights cost nothing more. The rest of the file
+    stays as it is.
+    """
+    from cloister.server.record.folder import RunFiles
+    from cloister.server.record.outcome import ANSWER, outcome, read_answer
+
+    path, files = Path(arguments.plan), RunFiles(Path(arguments.from_question))
+    text = read_text(path)
+    outcome(files)  # refuses a run that is not finished
+    answer, classes = read_answer(files), soundness.Plan.parse(weighted(text, {}, "")).data.classes
+    if answer.kind != "histogram" or not classes or not {*classes} <= answer.cells.keys():
+        expected = (
+            f"the run of a histogram whose question.values have the plan's classes, {', '.join(classes)}"
+        )
+        raise RunFolderError(arguments.from_question, expected=expected)
+    digest = hashlib.sha256((files.final / ANSWER).read_bytes()).hexdigest()
+    # A class that is not told apart from none counts as the smallest that would be.
+    least = CLEAR * answer.deviation
+    counts = {name: max(answer.cells[name], least) for name in classes}
+    mean = sum(counts.values()) / len(counts)
+    weights = {name: min(max(mean / count, 0.001), 1000.0) for name, count in counts.items()}
+    write_bytes(path, weighted(text, weights, digest).encode())
+    for name, weight in weights.items():
+        hidden = "" if answer.cells[name] >= least else ", of a count that the noise hides"
+        print(f"{name} {weight:g}{hidden}")
     return 0
 
 
@@ -159,13 +200,17 @@ def _records(plan: Plan) -> tuple[dict[str, int], str]:
 
 
 def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
-    return {
+    rounds = plan.run.rounds
+    found: dict[str, object] = {
         "unit": terms.unit,
         "noise_multiplier": terms.noise_multiplier,
-        "epsilon": terms.epsilon(plan.run.rounds),
+        "epsilon": terms.epsilon(rounds),
         "delta": terms.delta,
         "relation": relation(plan),
     }
+    if plan.question is not None:
+        found["against_all_epsilon"] = against_all(terms, rounds).epsilon
+    return found
 
 
 def _correlated(plan: Plan, blt: Blt) -> tuple[str, str]:
@@ -259,7 +304,8 @@ def expected_errors(plan: Plan, terms: Terms) -> dict[int, dict[str, float | Non
     deviation = terms.asked.deviation(plan.cohort.size())
     return {
         units: {
-            name: error if math.isfinite(error) else None for name, error in expected(plan, deviation, units)
+            name: error if math.isfinite(error) else None
+            for name, error in kind_of(plan).expected(plan, deviation, units)
         }
         for units in SIZES
     }
@@ -286,3 +332,6 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
     yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds", spent
+    if plan.question is not None:
+        most = f"{at_most(against_all(terms, plan.run.rounds).epsilon)} at delta {terms.delta:g}"
+        yield "  against the coordinator and all other sites together", most

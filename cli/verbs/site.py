@@ -43,9 +43,10 @@ from cloister.protocol.identity.request import Request
 from cloister.protocol.identity.roster import check_private, load_identity
 from cloister.protocol.machine.storage import own_files
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.questions import of_sequences, question_of
 from cloister.protocol.plan.soundness import from_json
 from cloister.protocol.plan.template import toml_value
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import of_sequences
 
 if TYPE_CHECKING:
     from cloister.cli.verbs.devices import Devices

@@ -46,11 +46,12 @@ from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.model.writes import names_of, writes_of
 from cloister.lm.tasks.auto import Auto, auto_of, auto_of_adapter
 from cloister.lm.tasks.registry import task_of, tokenizer_of
-from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer
+from cloister.lm.text.tokenizer import looks_like_path, on_hub, read_tokenizer, tokenizer_digest
 from cloister.protocol.errors import ModelError
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import AdapterSection, ModelSection, Plan
-from cloister.protocol.plan.questions import cells, question_of
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import kind_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -85,8 +86,8 @@ class LanguageModel:
     """Whether the weights under its adapter are not those of a named checkpoint."""
     written: frozenset[str] = frozenset()
     """The parameters and buffers that a pass writes to; all if it cannot be followed (`writes.py`)."""
-    about: LanguageModel | None = None
-    """The model that a question is about, whose answer is then `module`; None: there is none."""
+    about: tuple[LanguageModel, ...] = ()
+    """The models that a question is about, whose answer is then `module`."""
 
     def trainable(self, part: Layout | None = None) -> list[tuple[str, nn.Parameter]]:
         """Set `requires_grad` for what a round trains; return its names and parameters in layout order.
@@ -159,19 +160,27 @@ class _Answer(nn.Module):
 
 
 def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
-    """What a question sums; and the model that it is about, which all sites have alike.
+    """What a question sums; and the models that it is about, which all sites have alike.
 
     Args:
         plan: The question.
         outlined: Load no weights.
     """
-    module, about, tokenizer, source = _Answer(len(cells(plan))), None, tokenizer_of(plan), ""
+    kind, tokenizer = kind_of(plan), tokenizer_of(plan)
+    module, about, source = _Answer(kind.count(plan)), list[LanguageModel](), ""
     layout = Layout.of(module.named_parameters())
-    if question_of(plan).kind == "evaluate":
-        of = plan.model_copy(update={"question": None})
-        about = outline(of) if outlined else load_model(of)
-        source = "" if outlined else origin(plan.model, about.module, tokenizer, ())
-    return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=about)
+    for name in (plan.model.name, *question_of(plan).others) if kind.of_model else ():
+        section = plan.model.model_copy(update={"name": name})
+        of = plan.model_copy(update={"question": None, "model": section})
+        about.append(outline(of) if outlined else load_model(of))
+        if tokenizer_digest(about[-1].tokenizer) != tokenizer_digest(tokenizer):
+            raise ModelError(
+                "question.others",
+                name,
+                expected=f"a model with the tokenizer of {plan.model.name}: both are asked about the same labels",
+            )
+        source += "" if outlined else origin(section, about[-1].module, tokenizer, ())
+    return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=tuple(about))
 
 
 class Counts(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a question asks at a site: its records -> the vectors of its units (`protocol/plan/questions.py` has the cells).
+"""What a question asks at a site: its records -> the vectors of its units (`protocol/questions/` has the cells).
 
 The vector of a unit is a function of that unit alone. No record raises, because a failure would be seen: one that
 cannot be read, or on which the model fails, counts as zeros or as `other`.
@@ -9,21 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.text.records import Record, Unusable, owner_of
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.questions.vectors import Sparse, Vectors
 
 _log = logging.getLogger(__name__)
 
-Vectors: TypeAlias = npt.NDArray[np.float64]
-"""(K,): the vector of a record; (U, K): those of units."""
 AT_ONCE = 2**20
 """Numbers of vectors that are made before they are summed."""
 
@@ -40,8 +37,8 @@ class Held:
     """Where models are evaluated."""
 
 
-Question = Callable[[Plan, Held, LanguageModel | None], Iterator[Vectors]]
-"""From what a site has to the vectors of its units; the model is that of an evaluation."""
+Question = Callable[[Plan, Held, tuple[LanguageModel, ...]], Iterator[Vectors | Sparse]]
+"""From what a site has to the vectors of its units; the models are those that are asked about."""
 
 
 def by_unit(plan: Plan, vectors: Iterable[tuple[bytes, Vectors]]) -> Iterator[Vectors]:

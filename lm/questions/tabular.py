@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 
 from cloister.lm.model.model import LanguageModel
-from cloister.lm.questions.question import Held, Vectors, by_unit, of_records
+from cloister.lm.questions.question import Held, by_unit, of_records
 from cloister.lm.text.records import Record
 from cloister.protocol.plan.plan import Plan, QuestionSection
-from cloister.protocol.plan.questions import cells, question_of
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.mean import ends
+from cloister.protocol.questions.registry import kind_of
+from cloister.protocol.questions.vectors import Vectors
 
 _NUMBER = re.compile(r"[ \t]{0,9}[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?[ \t]{0,9}")
 
 
-def histogram(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
+def histogram(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iterator[Vectors]:
     """1 in the cell of each record's value, else 1 in the cell `other`."""
-    question, names = question_of(plan), cells(plan)
+    question, names = question_of(plan), kind_of(plan).cells(plan)
     place = _by_value(question) if question.values else _by_range(question)
 
     def vector(record: Record) -> Vectors:
@@ -31,12 +34,10 @@ def histogram(plan: Plan, held: Held, model: LanguageModel | None = None) -> Ite
     return by_unit(plan, of_records(plan, held, vector, np.eye(len(names))[-1]))
 
 
-def mean(plan: Plan, held: Held, model: LanguageModel | None = None) -> Iterator[Vectors]:
+def mean(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iterator[Vectors]:
     """1, y and y squared of each record with a number, where y is -1 at one end of the range and 1 at the other."""
     question = question_of(plan)
-    assert question.range is not None, "a sound question has it"
-    low, high = question.range
-    middle, half = (low + high) / 2, (high - low) / 2
+    middle, half = ends(plan)
 
     def vector(record: Record) -> Vectors:
         value = _number(_measured(record, question))

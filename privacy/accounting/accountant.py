@@ -34,6 +34,7 @@ from cloister.privacy.mechanism.events import (
     SampledGaussian,
     Skellam,
     Unit,
+    bare,
     from_json,
     positive,
 )
@@ -81,6 +82,10 @@ def spent(
     Lecuyer 2021; Whitehouse et al. 2023, "Fully-adaptive composition in differential privacy"), and a union bound over
     the orders lets the better one be chosen afterwards. A ledger may begin with one mechanism and then take another,
     so the two stops are united: **a limit over mechanisms that differ, for one unit, holds at twice its delta**.
+    Refused for such a list: to add two bounds, as `_split` does. That of all else, even of one mechanism, is a curve
+    over the number of steps, which holds at a number that was fixed beforehand. With one limit over both parts, results
+    would choose where on the curve a ledger stops. A bound for a grid of numbers at once, each with a part of delta, is
+    valid and was larger: 6.9 and not 6.4 for 1,800 steps (noise 0.8, rate 0.01, delta 1e-6) with three questions.
 
     Neighbours are those of the events. Where a list has releases for several units, the result is for the smallest
     of them, a record before an owner before a site. Such a unit may change the term of a larger one from any vector of
@@ -150,13 +155,14 @@ def composed(events: Iterable[str], delta: float) -> float:
 
 
 def mechanism(event: Event) -> Event:
-    """The event without its number."""
-    match event:
-        case SampledGaussian():
-            return replace(event, steps=1)
-        case Gaussian() | Skellam():
-            return replace(event, count=1)
-    return event
+    """The event without its number and without whom it trusts: equal noise of more or fewer sites is one mechanism."""
+    match bare(event):
+        case SampledGaussian() as step:
+            return replace(step, steps=1)
+        case Gaussian() | Skellam() as release:
+            return replace(release, count=1)
+        case whole:
+            return whole
 
 
 class _Step(NamedTuple):

@@ -19,7 +19,7 @@ from cloister.protocol.plan.plan import (
     Plan,
     PrivacySection,
 )
-from cloister.protocol.plan.questions import of_sequences
+from cloister.protocol.questions.registry import of_sequences
 
 
 def thing(plan: Plan) -> str:

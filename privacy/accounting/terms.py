@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cloister.privacy.accounting.accountant import Accountant, calibrate, epsilon_of
 from cloister.privacy.mechanism.correlated import Participation, optimal
 from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, SampledGaussian, Unit
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
-from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
+from cloister.privacy.mechanism.unit_sum import Shape, UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError, PlanError
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.questions import cells, most_of_unit, question_of
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import kind_of
 
 _DIGITS = 4
 """Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
@@ -129,10 +130,11 @@ class _Round(NamedTuple):
 
 def _asked(plan: Plan, noise: float) -> UnitSum:
     """The mechanism of a question with a noise multiplier."""
-    unit, bits = plan.privacy.unit, plan.aggregation.ring_bits
+    unit, kind, question = plan.privacy.unit, kind_of(plan), question_of(plan)
     assert unit in ("record", "owner"), "a sound question has one of them"
-    bound, most, sites = most_of_unit(plan), question_of(plan).most_units, plan.cohort.size()
-    return unit_sum(noise, bound, len(cells(plan)), sites, most, plan.honest(), bits, unit)
+    shape = Shape(kind.count(plan), kind.touched(plan), kind.bound(plan), question.sites_of_owner)
+    sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
+    return unit_sum(noise, shape, sites, question.most_units, plan.honest(), bits, unit)
 
 
 def _round(plan: Plan, noise: float, dimension: int) -> _Round:
@@ -143,7 +145,8 @@ def _round(plan: Plan, noise: float, dimension: int) -> _Round:
         return _Round((asked.event,), asked=asked)
     if privacy.unit in ("record", "owner"):
         assert privacy.sampling_rate is not None, "a sound plan has it"
-        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit)
+        trusts: Literal["", "coordinator"] = "coordinator" if privacy.trusts_coordinator else ""
+        event = SampledGaussian(noise, privacy.sampling_rate, plan.local.steps, privacy.unit, trusts)
         return _Round((event,))
     # With groups each group's sum has noise for itself, and a site is in one group.
     sites = max(plan.summed())

@@ -31,6 +31,7 @@ from pathlib import Path
 from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import Terms
+from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
 from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError
@@ -52,6 +53,8 @@ class DatasetSpent:
     """The delta for which it holds: the plan's, or twice that if their mechanisms differ."""
     head: str
     """Head of the ledger, in hex."""
+    shares: Shares | None
+    """The share of questions, and the cost against all other parties together; None: no run is a question."""
 
 
 class DatasetLedger:
@@ -74,15 +77,15 @@ class DatasetLedger:
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
         if self._at_several_sites and plan.question is not None:
-            raise PlanError(
-                "simulation.field",
-                simulation.field,
-                expected=f"{plan.data.owner!r} with a ledger, so that each owner is at one site: in a question the "
-                "vectors of an owner at two sites are in one sum, which costs more than two charges",
-                fix="name one source (simulation.source), and set simulation.field to data.owner"
-                if simulation.sites
-                else "set simulation.field to data.owner",
-            )
+            if plan.question.sites_of_owner < plan.cohort.size():
+                raise PlanError(
+                    "question.sites_of_owner",
+                    plan.question.sites_of_owner,
+                    expected=f"{plan.cohort.size()}, the number of sites, with a ledger: in this division any of them "
+                    "may have records of an owner, and the vectors of all are in one sum",
+                    fix="set question.sites_of_owner so, or each owner at one site (simulation.field is data.owner)",
+                )
+            self._at_several_sites = False  # one charge is for all of them
 
     @classmethod
     def of(cls, plan: Plan) -> DatasetLedger | None:
@@ -180,8 +183,9 @@ class DatasetLedger:
         for run, rounds in summed.items():
             self._check_complete(history.entries, run, rounds)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
-        cost = self._cost(history.events(self.dataset))
-        return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex())
+        charges, privacy = history.events(self.dataset), self._plan.privacy
+        cost, parts = self._cost(charges), shares(charges, privacy.delta, privacy.accountant)
+        return DatasetSpent(len(runs), cost.epsilon, cost.delta, history.head.hex(), parts)
 
     def create(self) -> None:
         """Create the ledger if it is missing.

@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 
 from cloister.protocol.errors import PolicyError
 from cloister.protocol.plan.plan import SMALLEST_COHORT, ModelSection, Plan
-from cloister.protocol.plan.questions import of_sequences
 from cloister.protocol.plan.settings import InWords, Section, Settings
+from cloister.protocol.questions.registry import of_sequences
 
 _MAIN = ModelSection().revision
 Unit = Literal["none", "record", "window", "owner", "site"]
@@ -185,8 +185,10 @@ class Policy(Section):
         if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
             _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
         named = of_sequences(plan)  # a question about fields has neither
-        if self.models and named and not _listed(model.name, model.revision, self.models):
-            _refuse("models", "model.name", _named(model.name, model.revision), _one_of(self.models))
+        others = plan.question.others if plan.question is not None else ()
+        for name in (model.name, *others) if self.models and named else ():
+            if not _listed(name, model.revision, self.models):
+                _refuse("models", "model.name", _named(name, model.revision), _one_of(self.models))
         of = model.revision if model.tokenizer == "auto" and tokenizer == model.name else _MAIN
         if self.tokenizers and named and not _listed(tokenizer, of, self.tokenizers):
             _refuse("tokenizers", "model.tokenizer", _named(tokenizer, of), _one_of(self.tokenizers))

@@ -1,8 +1,9 @@
 """Events: which mechanism ran, its noise, its sensitivity and its neighbours. A ledger keeps them as canonical JSON.
 
 An event has everything that an accountant needs and no data of an update: `accountant.py` composes events,
-`site_noise.py` and `terms.py` make them. Refused: one event with a free-text name, whose sensitivity and neighbours
-would be elsewhere.
+`site_noise.py`, `unit_sum.py` and `terms.py` make them. It also says whose noise it counts on, and so whom it trusts
+(`accounting/trust.py`): that does not change what it costs everybody else. Refused: one event with a free-text name,
+whose sensitivity and neighbours would be elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -57,7 +58,7 @@ class SampledGaussian(_Checked):
     Each unit is in the sample with probability q, independently (Poisson), so a batch may be empty and is still a
     step. Neighbours: add or remove one unit, which changes f by at most C. The worst case is one dimension: N(0, z^2)
     against (1 - q) N(0, z^2) + q N(1, z^2), both ways (Mironov, Talwar and Zhang 2019). With q = 1 it is the Gaussian
-    mechanism.
+    mechanism. The unit's own site adds all of the noise.
     """
 
     noise_multiplier: Noise
@@ -68,6 +69,9 @@ class SampledGaussian(_Checked):
     """Steps, 1 or more."""
     unit: Literal["record", "owner"] = "record"
     """What is drawn and clipped: a record (or a window of one), or an owner with all its records."""
+    trusts: Literal["", "coordinator"] = ""
+    """`coordinator`: it must send no crafted weights (`privacy.method = "opacus"`). Ledgers of earlier versions do not
+    say it."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -75,7 +79,8 @@ class Gaussian(_Checked):
     """Sums over all sites with Gaussian noise: f + N(0, (z C)^2 I), each site's term of L2 norm at most C.
 
     Neighbours: one site's terms or zeros, which changes f by at most C. k of them, also of different z,
-    are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3).
+    are exactly one Gaussian mechanism with z = (sum of z_i^-2)^(-1/2) (Dong, Roth and Su 2022, Corollary 3.3). The
+    coordinator adds the noise, and is trusted.
     """
 
     noise_multiplier: Noise
@@ -91,7 +96,7 @@ class CorrelatedGaussian(_Checked):
     Row t of G is the sum of round t, in which each site's term has L2 norm at most C_0. Neighbours: one
     site's terms or zeros. They are in at most `participations` of the `rounds` rounds, any two at least `separation`
     apart, so C G changes by at most sens(C) C_0, and the whole run is one Gaussian mechanism of noise multiplier z,
-    whatever C is (`cloister.privacy.mechanism.correlated`).
+    whatever C is (`cloister.privacy.mechanism.correlated`). The coordinator adds the noise, and is trusted.
     """
 
     noise_multiplier: Noise
@@ -115,7 +120,8 @@ class Skellam(_Checked):
         RDP(alpha) <= alpha l2^2 / (2 mu) + min(((2 alpha - 1) l2^2 + 6 l1) / (4 mu^2), 3 l1 / (2 mu)).
 
     Reduction modulo 2^b is post-processing. Skellam noise is closed under addition, so `variance` is that of the noise
-    of all honest sites whose vectors are surely in the sum; what others add costs nothing.
+    of all honest sites whose vectors are surely in the sum; what others add costs nothing. Each site adds independent
+    Skellam noise of variance mu / `honest`.
     """
 
     variance: Positive
@@ -130,12 +136,20 @@ class Skellam(_Checked):
     """(variance, l2, l1) of what is released with it under noise of its own, such as adaptive clipping's count."""
     unit: Unit = "site"
     """Whose vector it is: that of a site, or in a question that of a record or an owner."""
+    honest: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """Sites whose equal parts of the noise are counted in `variance`, and in those of `extra`; 0: not known, as in
+    ledgers of earlier versions."""
 
 
 Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 
-_OF_SITES = ("unit", "site")
+_ADDED: dict[type[Any], dict[str, Any]] = {
+    Skellam: {"unit": "site", "honest": 0},
+    SampledGaussian: {"trusts": ""},
+}
+"""Fields that ledgers of earlier versions do not have. With these values they are not written: those ledgers stay
+canonical."""
 _MECHANISMS: dict[str, type[Any]] = {
     "sampled-gaussian": SampledGaussian,
     "gaussian": Gaussian,
@@ -155,13 +169,18 @@ def to_json(events: Iterable[Event]) -> str:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """The fields of an event; of a sum over sites as ledgers have them that know no other unit."""
-    fields = asdict(event)
-    return {
-        name: value
-        for name, value in fields.items()
-        if not (isinstance(event, Skellam) and (name, value) == _OF_SITES)
-    }
+    """The fields of an event that are written."""
+    added = _ADDED.get(type(event), {})
+    return {name: value for name, value in asdict(event).items() if name not in added or value != added[name]}
+
+
+def bare(event: Event) -> Event:
+    """The event without whom it trusts, as ledgers of earlier versions have it: it costs the same."""
+    if isinstance(event, Skellam):
+        return replace(event, honest=0)
+    if isinstance(event, SampledGaussian):
+        return replace(event, trusts="")
+    return event
 
 
 @lru_cache(maxsize=1024)  # many entries of a ledger have the same text

@@ -462,4 +462,5 @@ def skellam_for(
         z * bound * scale
     ) ** 2  # the same number whatever the sites: equal noise is one mechanism in a ledger
     l2 = rounded_l2(scale * bound, dimension)
-    return SkellamScale(scale, whole / honest, Skellam(whole, l2, rounded_l1(l2, dimension), 1))
+    event = Skellam(whole, l2, rounded_l1(l2, dimension), 1, honest=honest)
+    return SkellamScale(scale, whole / honest, event)

@@ -23,7 +23,7 @@ import jinja2
 
 from cloister.privacy.report.figures import at_least, at_most, rounded, scientific
 from cloister.privacy.report.report import RunReport, meaning, verdict
-from cloister.privacy.report.summary import plain, questions, several
+from cloister.privacy.report.summary import against_all, plain, questions, several, shares
 
 MOST_POINTS = 200
 """Points of a plotted line, the first and the last round among them; `report.json` has every round."""
@@ -173,6 +173,8 @@ def to_html(report: RunReport) -> str:
         plain=plain(report),
         questions=questions(report),
         several=several(report),
+        shares=shares(report) if claim.holds else (),
+        against_all=against_all,
         groups=report.groups if claim.holds else (),
         guess=lambda epsilon: meaning(epsilon, report.delta or 0.0).guess,
         plots=[each for each in plots if each],

@@ -24,6 +24,7 @@ LARGEST_EPSILON = 10.0
 """No guarantee is claimed above it: a fair coin could be guessed in more than 99.99 of 100 cases (`meaning`)."""
 UNCLAIMED_DELTA = 1e-2
 """No guarantee is claimed from it on: delta is, roughly, the probability that the bound fails."""
+_TRUSTING = ", against those who know the noise of no more sites than the plan of each question assumes"
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -121,6 +122,30 @@ class Ledger(_Strict):
 
 
 @dataclass(frozen=True)
+class CostRow(_Strict):
+    """What some releases cost."""
+
+    epsilon: NonNegative | None
+    """Epsilon of all of them together; None if it is not finite."""
+    delta: NonNegative
+    """The delta for which it holds."""
+
+
+@dataclass(frozen=True)
+class QuestionsRow(_Strict):
+    """What questions make of the cost of all runs (`privacy/accounting/trust.py`)."""
+
+    questions: CostRow
+    """The questions alone; it trusts the same parties as the epsilon over all runs."""
+    rest: CostRow | None
+    """All else alone; None: there is nothing else."""
+    against_all: CostRow | None
+    """All runs against the coordinator and all other sites together; None: there is no figure."""
+    why_not: str = ""
+    """Why there is no figure; empty if there is."""
+
+
+@dataclass(frozen=True)
 class DatasetRow(_Strict):
     """What the run's dataset has spent over all runs that charged it in one ledger (`privacy/ledger/dataset.py`)."""
 
@@ -140,6 +165,8 @@ class DatasetRow(_Strict):
     """Head of the ledger, in hex."""
     problem: str = ""
     """Why nothing is known of the other runs; empty if it is."""
+    asked: QuestionsRow | None = None
+    """What questions among these runs make of `epsilon`; None: no run is a question."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +333,17 @@ class RunReport(_Strict):
                 over,
                 expected=f"at least the {self.epsilon} of this run, which is one of its runs",
             )
+        _check_against_all(self.dataset)
+
+
+def _check_against_all(dataset: DatasetRow | None) -> None:
+    """Refuse a figure against all other parties that is smaller than that against some of them."""
+    against_all = None if dataset is None or dataset.asked is None else dataset.asked.against_all
+    if dataset is None or against_all is None:
+        return
+    more, less = (math.inf if each is None else each for each in (against_all.epsilon, dataset.epsilon))
+    if more < less:
+        raise CloisterError("dataset.asked.against_all", more, expected=f"at least the {less} of all runs")
 
 
 @dataclass(frozen=True)
@@ -357,16 +395,20 @@ def _over_runs(report: RunReport) -> str:
     runs = "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
     many = "without bound" if dataset.epsilon is None else at_most(dataset.epsilon)
     weak = "" if protects_together(report) else ", no protection to speak of"
-    together = f"{many} at delta {scientific(dataset.delta)}{weak}"
+    trusting = _TRUSTING if dataset.asked else ""
+    together = f"{many} at delta {scientific(dataset.delta)}{weak or trusting}"
     return f"for this run (over the {runs} on {dataset.name!r} together it is {together})"
 
 
 def protects_together(report: RunReport) -> bool:
     """Whether what all runs on the data cost together is a guarantee that would be claimed of one run."""
     found = report.dataset
-    if found is None or found.epsilon is None:
-        return False
-    return found.epsilon <= LARGEST_EPSILON and not _published(report, found.delta)
+    return found is not None and protects(report, CostRow(found.epsilon, found.delta))
+
+
+def protects(report: RunReport, cost: CostRow) -> bool:
+    """Whether a cost over runs is a guarantee that would be claimed of one run."""
+    return cost.epsilon is not None and cost.epsilon <= LARGEST_EPSILON and not _published(report, cost.delta)
 
 
 def _published(report: RunReport, delta: float) -> str:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.report.figures import at_least, at_most, scientific
-from cloister.privacy.report.report import DatasetRow, RunReport, meaning, protects_together, verdict
+from cloister.privacy.report.report import (
+    CostRow,
+    DatasetRow,
+    QuestionsRow,
+    RunReport,
+    meaning,
+    protects,
+    protects_together,
+    verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,23 @@ def plain(report: RunReport) -> tuple[Part, ...]:
 def questions(report: RunReport) -> tuple[Part, ...]:
     """The questions of NIST SP 800-226 with the answers of this run; none without a privacy unit."""
     return () if report.unit == "none" else _parts(_PROSE.said("questions", report, verdict(report)))
+
+
+def shares(report: RunReport) -> tuple[str, ...]:
+    """What questions make of the cost of all runs, in sentences; none without a question."""
+    counted = _counts(report.dataset) and report.dataset is not None and report.dataset.asked is not None
+    return _PROSE.said("shares", report) if counted else ()
+
+
+def against_all(asked: QuestionsRow) -> str:
+    """The cost of all runs against the coordinator and all other sites together, in short."""
+    found = asked.against_all
+    return "no figure" if found is None else _figure(found)
+
+
+def _figure(cost: CostRow) -> str:
+    epsilon = "no bound" if cost.epsilon is None else at_most(cost.epsilon)
+    return f"{epsilon} at delta {scientific(cost.delta)}"
 
 
 def _parts(lines: Iterable[str]) -> tuple[Part, ...]:
@@ -78,8 +104,10 @@ _PROSE = Prose(
     at_most=at_most,
     capital=_capital,
     counts=_counts,
+    figure=_figure,
     meaning=meaning,
     one_in=_one_in,
+    protects=protects,
     runs=_runs,
     scientific=scientific,
     several=several,

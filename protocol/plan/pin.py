@@ -1,4 +1,4 @@
-"""The pins of packages in a plan's text: their versions and the hashes of their files."""
+"""What commands write into a plan's text: versions and hashes of packages, and weights of classes."""
 
 from __future__ import annotations
 
@@ -53,3 +53,24 @@ def pinned(text: str, pins: Mapping[str, tuple[str, str]]) -> str:
     for section, (version, sha256) in pins.items():
         parts.append(f'[{section}.package]\nversion = "{version}"\nsha256 = "{sha256}"')
     return "\n\n".join(parts) + "\n"
+
+
+_DATA = re.compile(r"^\[data\][^\n]*\n", re.MULTILINE)
+_WEIGHTS = re.compile(r"^(class_weights|weights_answer)\s*=\s*(\[[^\]]*\]|\"[^\"]*\")[^\n]*\n", re.MULTILINE)
+
+
+def weighted(text: str, weights: Mapping[str, float], answer: str) -> str:
+    """A plan's text with the weights of its classes and the digest of the answer that they are from.
+
+    Raises:
+        PlanError: it has no table `[data]`.
+    """
+    text = _WEIGHTS.sub("", text)
+    found = _DATA.search(text)
+    if found is None:
+        raise PlanError(
+            "data", expected="a table [data] with the classes", fix="write [data] on a line of its own"
+        )
+    listed = ", ".join(f"{weight:g}" for weight in weights.values())
+    lines = f'class_weights = [{listed}]\nweights_answer = "{answer}"\n'
+    return text[: found.end()] + lines + text[found.end() :]

@@ -107,6 +107,9 @@ _OWN = Only("data.task", but=TASKS)
 _TARGETS = Only("data.task", ("sequence-to-sequence",))
 _PREFER = Only("data.task", ("prefer",))
 _CLASSES = Only("data.task", ("classify", "token-classify"), required='["no", "yes"]')
+_FIELDS = Only("question.kind", ("histogram", "mean", "vocabulary"), required='"age"')
+_MODELS = Only("question.kind", ("compare", "evaluate"))
+_VOCABULARY = Only("question.kind", ("vocabulary",))
 _GENERATE = Only("data.task", ("causal", "choices"))
 _WINDOWS = Only("data.task", ("causal", "choices", "masked"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
@@ -277,8 +280,10 @@ class DataSection(PlanSection):
     class_weights: Annotated[tuple[ClassWeight, ...], _CLASSIFY] = ()
     """For each of `classes`, in their order, the factor of the loss of its texts in training, 0.001 to 1000; empty: 1.
     The mean over a step divides by the number of its texts, not by the sum of their weights. Held-out losses have no
-    weights. The weights are public numbers of the plan: weights from counts of the sites' records would reveal
-    something about the records."""
+    weights. The weights are public numbers of the plan: weights from exact counts of the sites' records would reveal
+    something about the records, and those from the answer to a question (`cloister plan weights`) cost nothing more."""
+    weights_answer: Annotated[str, Field(pattern="^([0-9a-f]{64})?$"), _CLASSIFY] = ""
+    """SHA-256 of the answer from which `class_weights` were computed; empty: they were chosen."""
     format: Format = "text"
     """`text`: one text field; `prompt`: a prompt and a completion field; `messages`: a chat. With the last two the loss
     covers the answers only. An evaluation of chats scores the answers' own tokens, not what the template adds behind
@@ -761,14 +766,15 @@ class QuestionSection(PlanSection):
 
     The run then has one round, and each site adds a part of the noise (docs/questions.md)."""
 
-    kind: Literal["evaluate", "histogram", "mean"]
-    """`evaluate`: how the model of `[model]` does on the sites' held-out records. `histogram`: how many units have
-    which value of a field. `mean`: mean and variance of a field's numbers."""
+    kind: Literal["compare", "evaluate", "histogram", "mean", "vocabulary"]
+    """`evaluate`: how the model of `[model]` does on the sites' held-out records. `compare`: how much better it does
+    than another one. `histogram`: how many units have which value of a field. `mean`: mean and variance of a field's
+    numbers. `vocabulary`: the frequent words of a field."""
     most_units: Annotated[int, Field(ge=1, le=10**7)] = 10_000
     """Units of a site for which the ring has room, such as records. A site with more of them is in the sum too, but the
     answer may then be wrong. Fewer leave finer steps."""
-    field: Annotated[str, Only("question.kind", ("histogram", "mean"), required='"age"')] = ""
-    """Field that is counted or averaged."""
+    field: Annotated[str, _FIELDS] = ""
+    """Field that is counted or averaged, or whose words are counted."""
     measure: Annotated[Literal["value", "characters"], Only("question.kind", ("histogram", "mean"))] = "value"
     """What of the field: its `value`, or its number of `characters`."""
     values: Annotated[tuple[str, ...], Only("question.kind", ("histogram",))] = ()
@@ -783,15 +789,25 @@ class QuestionSection(PlanSection):
     )
     """Smallest and largest number that counts; one beyond counts as the nearer of the two. The noise grows with the
     distance between them."""
-    figures: Annotated[
-        tuple[Literal["accuracy", "loss", "confusion"], ...], Only("question.kind", ("evaluate",))
-    ] = ("accuracy",)
+    others: Annotated[tuple[str, ...], _MODELS] = ()
+    """Further models, named as in `model.name`, with the tokens and labels of the first: one to `compare` with, or up
+    to seven that are evaluated too. The noise then grows with the square root of their number."""
+    figures: Annotated[tuple[Literal["accuracy", "loss", "confusion"], ...], _MODELS] = ("accuracy",)
     """What an evaluation tells. `accuracy`: the share of a unit's labels that the model finds. `loss`: a unit's mean
     loss per label, that of each of its sequences cut at `most_loss`. `confusion`: of a classifier how often each class
     was taken for each, which has the accuracy in it. With `loss` the noise of the others is sqrt(2) times as large at
     the same epsilon."""
-    most_loss: Annotated[Positive, Only("question.kind", ("evaluate",))] = 10.0
-    """Largest loss of a sequence that counts, in nats per label; with `loss`."""
+    most_loss: Annotated[Positive, _MODELS] = 10.0
+    """Largest loss of a sequence that counts, in nats per label, or the largest difference of two; with `loss`."""
+    words: Annotated[int, Field(ge=1, le=4096), _VOCABULARY] = 64
+    """Most different words of a unit that count, drawn from all of its words. The noise grows with its square root."""
+    ngram: Annotated[int, Field(ge=0, le=8), _VOCABULARY] = 0
+    """0: words are those of a tokenizer, with the space before them, of at most 16 bytes. Otherwise each so many
+    characters that follow each other are one, for a language without spaces."""
+    buckets: Annotated[int, Field(ge=2**12, le=2**20), _VOCABULARY] = 2**17
+    """Cells of each of 24 rows, 4 bytes each in what a site sends. Take 40 for each word that is expected, or more."""
+    sites_of_owner: Annotated[int, Field(ge=1, le=1000), Only("privacy.unit", ("owner",))] = 1
+    """Most sites that have records of one owner. The noise covers all of them together, and grows in proportion."""
 
 
 class MeshSection(PlanSection):

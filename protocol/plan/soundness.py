@@ -462,28 +462,10 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
                 "two numbers in increasing order, and not too near",
                 "set question.range = [0, 120]",
             )
-    if question.kind == "evaluate":
-        figures, task, only = question.figures, plan.data.task, 'set question.figures = ["accuracy"]'
-        if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
-            yield "question.figures", "one figure or more, each once; confusion has the accuracy in it", only
-        if "confusion" in figures and (
-            task != "classify" or any(" as " in name for name in plan.data.classes)
-        ):
-            wanted = (
-                'no "confusion" but with data.task = "classify", and without " as " in the name of a class'
-            )
-            yield "question.figures", wanted, only
-        if not plan.data.held_out:
-            yield (
-                "data.held_out",
-                "more than 0 in an evaluation of held-out records",
-                "set data.held_out = 0.1",
-            )
-        if task not in SCORED:
-            wanted = f'"histogram" or "mean" with data.task = "{task}": what a model does on its units has no bound'
-            yield "question.kind", wanted, "ask a histogram or a mean"
+    if question.kind in ("evaluate", "compare"):
+        yield from _of_models(plan, question)
     elif plan.privacy.record == "window":
-        wanted = "record in a histogram or a mean, which read whole records"
+        wanted = "record in a question about a field, which reads whole records"
         yield "privacy.record", wanted, "remove privacy.record"
     if plan.privacy.unit in ("record", "owner") and plan.privacy.clip != PrivacySection().clip:
         yield (
@@ -491,6 +473,33 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
             "1.0 in a question, whose vectors are bounded by its kind",
             "remove privacy.clip",
         )
+
+
+_MOST_OTHERS = 7
+
+
+def _of_models(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with a question about models; as for `_of_cells`."""
+    figures, task, only = question.figures, plan.data.task, 'set question.figures = ["accuracy"]'
+    if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
+        yield "question.figures", "one figure or more, each once; confusion has the accuracy in it", only
+    several = any(" as " in name for name in plan.data.classes)
+    if "confusion" in figures and (task != "classify" or several or question.kind == "compare"):
+        wanted = 'no "confusion" but in an evaluation with data.task = "classify", and no " as " in the name of a class'
+        yield "question.figures", wanted, only
+    names = (plan.model.name, *question.others)
+    fewest, most = (1, 1) if question.kind == "compare" else (0, _MOST_OTHERS)
+    if not fewest <= len(question.others) <= most or len({*names, ""}) <= len(names):
+        many = "one model" if most == 1 else f"at most {most} models"
+        wanted = f"{many} besides model.name, each once"
+        yield "question.others", wanted, 'set question.others = ["FOLDER"]'
+    if not plan.data.held_out:
+        yield ("data.held_out", "more than 0 in an evaluation of held-out records", "set data.held_out = 0.1")
+    if task not in SCORED:
+        wanted = (
+            f'a question about a field with data.task = "{task}": what a model does on its units has no bound'
+        )
+        yield "question.kind", wanted, "ask a histogram or a mean"
 
 
 def _of_records(plan: Contract) -> Iterator[Refusal]:

@@ -37,6 +37,7 @@ from cloister.privacy.accounting import claims
 from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.group import epsilons
 from cloister.privacy.accounting.terms import Terms, terms_of
+from cloister.privacy.accounting.trust import Shares
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.mechanism.events import (
@@ -44,16 +45,19 @@ from cloister.privacy.mechanism.events import (
     Event,
     Gaussian,
     SampledGaussian,
+    bare,
     from_json,
     to_json,
 )
 from cloister.privacy.report.report import (
     LARGEST_EPSILON,
     AuditRow,
+    CostRow,
     DatasetRow,
     GroupRow,
     Ledger,
     LedgerRow,
+    QuestionsRow,
     RoundRow,
     RunReport,
     SecureSum,
@@ -377,9 +381,11 @@ def _event_in_words(event: Event) -> str:
                 f"in at most {most} rounds that are at least {separation} apart"
             )
         case _:
+            of = f" of {event.honest} sites" if event.honest else ""
             return (
-                f"{_times(event.count)}Skellam noise on a sum of integers, variance {event.variance:.6g}, "
-                f"L2 norm of a site at most {event.l2:.6g}" + (", and a noised count" if event.extra else "")
+                f"{_times(event.count)}Skellam noise{of} on a sum of integers, variance {event.variance:.6g}, "
+                f"L2 norm of one {event.unit} at most {event.l2:.6g}"
+                + (", and a noised count" if event.extra else "")
             )
 
 
@@ -392,9 +398,10 @@ def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
     charged: Counter[str] = Counter()
     for entry in entries:
         site = entry.charge.dataset
-        expected = to_json(terms.events(1, charged[site]))
+        events = terms.events(1, charged[site])
+        expected = {to_json(events), to_json(map(bare, events))}  # the second: as earlier versions wrote it
         charged[site] += 1
-        if entry.charge.event != expected:
+        if entry.charge.event not in expected:
             return f"row {entry.number} charges {_charge_in_words(entry)}, which is not the cost of the plan's rounds"
         if entry.charge.delta != terms.delta:
             return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
@@ -447,7 +454,23 @@ def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> Dataset
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
         return DatasetRow(name, path, 0, None, plan.privacy.delta, shared.limit, "", str(error))
     over = _finite(max(found.epsilon, epsilon or 0.0))
-    return DatasetRow(name, path, found.runs, over, found.delta, shared.limit, found.head)
+    asked = None if found.shares is None else _asked(found.shares, over)
+    return DatasetRow(name, path, found.runs, over, found.delta, shared.limit, found.head, asked=asked)
+
+
+def _asked(shares: Shares, over: float | None) -> QuestionsRow:
+    """The figures of a dataset with questions; that against all other parties is at least the epsilon over all runs."""
+    own, least = shares.against_all, math.inf if over is None else over
+    return QuestionsRow(
+        questions=_cost(shares.questions),
+        rest=None if shares.rest is None else _cost(shares.rest),
+        against_all=None if own is None else CostRow(_finite(max(own.epsilon, least)), own.delta),
+        why_not=shares.why_not,
+    )
+
+
+def _cost(found: Spent) -> CostRow:
+    return CostRow(_finite(found.epsilon), found.delta)
 
 
 # Tables and facts

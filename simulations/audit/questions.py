@@ -11,9 +11,11 @@ the first site, so that what it leaves for others or takes from them is seen; al
 step, because the draws of the others would be other ones. Or, with the draws of the mechanism, it is a vector of
 `LENGTHS` bounds along all cells, after those of the records.
 
-Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone at the first site;
-the noise is new. The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the
-noised sum x of these along the change v of the unit,
+An owner who may be at several sites (`question.sites_of_owner`) is at the first ones, at each with all of the records.
+
+Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone; the noise is new.
+The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the noised sum x of
+these along the change v by the unit,
 
     <x, v> / |v|^2,    of mean 0 or 1, and a standard deviation of z s B / |v|.
 
@@ -58,10 +60,12 @@ from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import read_history
 from cloister.privacy.mechanism.events import Event, Skellam, from_json
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.privacy.mechanism.unit_sum import UnitSum, Vectors
+from cloister.privacy.mechanism.unit_sum import UnitSum
 from cloister.protocol.errors import CloisterError, EngineError
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.questions import of_sequences, question_of
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.registry import of_sequences
+from cloister.protocol.questions.vectors import Sparse, Vectors
 from cloister.server.record.folder import RunFolder
 from cloister.server.run import run
 from cloister.simulations.audit.audited import (
@@ -76,16 +80,18 @@ from cloister.simulations.audit.audited import (
 )
 from cloister.simulations.audit.rounds import InProcess, Samples, Silent, gathered
 from cloister.simulations.audit.sites import honest_of
-from cloister.simulations.partition import write_records
+from cloister.simulations.partition import name_of, write_records
 
 _VECTORS = 500
-"""Vectors of sites, unless the caller says otherwise."""
+"""Vectors of sites, unless the caller says otherwise, or they have `_MOST_SEEN` cells already."""
+_FEWEST = 8
+"""Answers that may be fewer for that."""
 _MANY = 64
 """Records of an owner that is planted."""
 _TRIED = 1000
 """Records, or names of an owner, that are tried until one is held out."""
-_BEYOND = (-1e299, 1e299, "", "x" * 10_000, None)
-"""Values that are beyond the ends of a question, or none that it knows."""
+_BEYOND = (-1e299, 1e299, "", " ".join(map(str, range(10_000))), None)
+"""Values that are beyond the ends of a question, or none that it knows; a text of many words."""
 _MOST_SEEN = 2**22
 """Samples of noise that are seen of an answer: those of the first sites."""
 _LEDGERS = "in a site's ledger", "in the coordinator's ledger", "in a ledger over runs"
@@ -105,14 +111,14 @@ class _Even(NoiseStream):
 class _Watched(UnitCode):
     """The code of a site."""
 
-    planted: Sequence[Vectors]
-    """Each (1, K): units after its own."""
+    planted: Sequence[Vectors | Sparse]
+    """Each (1, K), or of one unit: units after its own."""
     again: bool
     """Whether it codes again without noise, for which all vectors are in memory."""
     see: Callable[[RingVector, RingVector], None]
     """Receives its vector with noise, before the mask, and the same without noise: each (L,)."""
 
-    def answer(self, units: Iterable[Vectors]) -> RingVector:
+    def answer(self, units: Iterable[Vectors | Sparse]) -> RingVector:
         """As `UnitCode.answer`."""
         made = chain(units, self.planted)
         known = list(made) if self.again else []
@@ -151,24 +157,24 @@ class _Seen:
 
     def __init__(self, terms: Terms, sites: int, honest: int, along: Samples) -> None:
         asked = _asked(terms)
-        self._cells, self._honest, self._along = asked.cells, honest, along / (along @ along)
-        self._seen = min(sites, max(1, _MOST_SEEN // asked.cells))
+        self._cells, self._honest, self._along = asked.shape.cells, honest, along / (along @ along)
+        self._seen = min(sites, max(1, _MOST_SEEN // asked.shape.cells))
         self._deviation = math.sqrt(asked.event.variance / honest)
-        self._noise = Noise(self._seen * asked.cells, grid=1 / self._deviation)
+        self._noise = Noise(self._seen * asked.shape.cells, grid=1 / self._deviation)
         self._variance = asked.event.variance
         self.answers: list[_Answer] = []
         """The answers, without the vectors."""
         self.scores: list[float] = []
         """Of each."""
-        self.units: list[Samples] = []
-        """(K,): the first site's sum in each, without noise, which is the vector of one unit or none."""
+        self.lengths: list[tuple[float, float]] = []
+        """L2 and L1 norm of the sum without noise, which is that of one unit or none."""
 
     def see(self, answer: _Answer) -> None:
         """Take an answer."""
         noise = _signed(answer.sent - answer.bare)[: self._seen, : self._cells]
         self._noise.see(noise.ravel() / self._deviation)
         self.scores.append(float(_total(answer.sent[: self._honest])[: self._cells] @ self._along))
-        self.units.append(_signed(answer.bare)[0, : self._cells].astype(np.float64))
+        self.lengths.append(_lengths(_total(answer.bare)[: self._cells]))
         none = answer.sent[:0]
         self.answers.append(replace(answer, sent=none, bare=none))
 
@@ -210,10 +216,13 @@ class QuestionGame:
             CloisterError: no unit that is tried changes the answer.
         """
         terms, asked, sites = self.terms, _asked(self.terms), self.plan.cohort.size()
-        count = answers or math.ceil(_VECTORS / sites)
-        moved = list(self._moved(noises))
-        units = ((unit, by[: asked.cells]) for unit, by in moved if unit and by.any())
-        unit, along = max(units, key=lambda each: float(norm(each[1])), default=((), np.empty(0)))
+        most = max(_FEWEST, _MOST_SEEN // (sites * asked.shape.cells))
+        count = answers or min(math.ceil(_VECTORS / sites), most)
+        unit, along, lengths = list[Record](), np.zeros(1), list[tuple[float, float]]()
+        for records, by in self._moved(noises):
+            lengths.append(_lengths(by))
+            if records and lengths[-1][0] > norm(along):
+                unit, along = records, by[: asked.shape.cells]
         if not unit:
             raise CloisterError(
                 "question", question_of(self.plan).kind, expected=f"one {terms.unit} that changes the answer"
@@ -221,13 +230,13 @@ class QuestionGame:
         included = coins().child("coins").generator().random(count) < 0.5
         seen = _Seen(terms, sites, honest_of(self.plan), along)
         for number, there in enumerate(included, 1):
-            seen.see(self._play(unit if there else (), partial(_of_answer, noises, number), again=True))
+            noise = partial(_of_answer, noises, number)
+            seen.see(self._play(unit if there else [], [], noise, again=True))
             progress(number, count)
         events = seen.answers[0].events or terms.round_events
         law = events[0]
         assert isinstance(law, Skellam), "a question has this noise"
-        changes = [*(by for _, by in moved), *seen.units]
-        l2, l1 = (max(float(norm(each, order)) for each in changes) for order in (2, 1))
+        l2, l1 = map(max, zip(*lengths, *seen.lengths, strict=True))
         checks = (
             *seen.checks(law),
             change(
@@ -243,27 +252,28 @@ class QuestionGame:
             np.array(seen.scores), included, deviation, confidence, what, claimed, terms.delta, checks
         )
 
-    def _moved(self, noises: Noises) -> Iterator[tuple[Sequence[Record], Samples]]:
-        """Units, of which one that is planted has no records, each with its change (L,) of the first site's vector in a
-        sum with the same noise."""
+    def _moved(self, noises: Noises) -> Iterator[tuple[list[Record], Samples]]:
+        """Units, of which one that is planted has no records, each with its change (L,) of a sum with the same
+        noise."""
 
         same = functools.cache(partial(_of_answer, noises, 0))
 
         def even(name: str) -> NoiseStream:
             return _Even(same(name).key)
 
-        cells, units = _asked(self.terms).cells, self._units()
+        shape, units = _asked(self.terms).shape, self._units()
         taken = {_line(record) for unit in units for record in unit}
         rest = [record for record in self._records() if _line(record) not in taken]
-        without = self._play(rest, even).sent[0]
+        without = self._play([], rest, even).sent
         for unit in units:
-            yield unit, _signed(self._play([*unit, *rest], even).sent[0] - without).astype(np.float64)
-        signs = np.random.Generator(np.random.Philox(self.plan.run.seed)).choice((-1.0, 1.0), (1, cells))
-        one = signs * (_asked(self.terms).bound / math.sqrt(cells))
-        without = self._play(rest, same).sent[0]
+            yield unit, _total(self._play(unit, rest, even).sent - without)
+        signs = np.random.Generator(np.random.Philox(self.plan.run.seed)).choice((-1.0, 1.0), shape.touched)
+        one, at = signs * (shape.bound / math.sqrt(shape.touched)), np.arange(shape.touched)
+        without = self._play([], rest, same).sent
         for length in LENGTHS:
-            beyond = self._play(rest, same, length * one).sent[0]
-            yield (), _signed(beyond - without).astype(np.float64)
+            few = shape.touched < shape.cells
+            planted = Sparse(at * (shape.cells // shape.touched), length * one) if few else length * one[None]
+            yield [], _total(self._play([], rest, same, planted).sent - without)
 
     def _units(self) -> list[list[Record]]:
         """The records of each unit."""
@@ -315,17 +325,19 @@ class QuestionGame:
 
     def _play(
         self,
-        records: Sequence[Record],
+        unit: list[Record],
+        rest: list[Record],
         noise: Callable[[str], NoiseStream],
-        *planted: Vectors,
+        *planted: Vectors | Sparse,
         again: bool = False,
     ) -> _Answer:
         """Answer once.
 
         Args:
-            records: Those of the first site; the others have none.
+            unit: The records of a unit, which are at as many sites as one may be at.
+            rest: Further records of the first site; the others have none.
             noise: Gives the noise of a site.
-            planted: Each (1, K): the vectors of units after those of the first site.
+            planted: As for `_Watched`, at the sites of a unit.
             again: As for `_Watched`; else `bare` is of no unit.
 
         Raises:
@@ -334,25 +346,27 @@ class QuestionGame:
         plan, terms, opened = self.plan, self.terms, list[tuple[Floats, int]]()
         vectors: dict[str, tuple[RingVector, RingVector]] = {}
         with tempfile.TemporaryDirectory(dir=self.folder) as temporary:
-            folder, data, ledger = (
-                Path(temporary) / name for name in ("sites", "records.jsonl", "runs.sqlite")
+            folder, ledger = Path(temporary) / "sites", Path(temporary) / "runs.sqlite"
+            holders = [name_of(plan, index) for index in range(_asked(terms).shape.copies)]
+            data = {name: Path(temporary) / f"{name}.jsonl" for name in holders}
+            for name, path in data.items():
+                write_records(path, [*unit, *(rest if name == self.site.name else ())])
+            dataset, made = (
+                _over_runs(plan, ledger),
+                {name: self._prepared(path) for name, path in data.items()},
             )
-            write_records(data, records)
-            made, dataset = self._prepared(data), _over_runs(plan, ledger)
 
             def simulated(name: str) -> Simulated:
-                first = name == self.site.name
-
                 def see(sent: RingVector, bare: RingVector) -> None:
                     vectors[name] = sent, bare
 
                 def watched(task: Task) -> Task:
                     code = task.code
                     assert isinstance(code, UnitCode), "a question has the code of units"
-                    more = planted if first else ()
+                    more = planted if name in data else ()
                     return replace(task, code=_Watched(code.layout, code.asked, code.noise, more, again, see))
 
-                rows = made if first else prepared(plan, 0)
+                rows = made[name] if name in made else prepared(plan, 0)
                 return Simulated(lambda _round: noise(name), folder, dataset, lambda: rows, True, watched)
 
             roster, sites = gathered(folder, plan, self.site, self.resident, simulated, data)
@@ -381,6 +395,10 @@ class QuestionGame:
 
 def _opened(opened: list[tuple[Floats, int]], _group: int, mean: Floats, sites: int) -> None:
     opened.append((mean.copy(), sites))
+
+
+def _lengths(vector: Samples) -> tuple[float, float]:
+    return float(norm(vector)), float(norm(vector, 1))
 
 
 def _of_answer(noises: Noises, number: int, name: str) -> NoiseStream:

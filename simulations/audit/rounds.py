@@ -202,7 +202,7 @@ def gathered(
     like: SiteConfig,
     resident: Resident,
     simulated: Callable[[str], Simulated],
-    data: Path | None = None,
+    data: Mapping[str, Path] | None = None,
 ) -> tuple[Roster, list[Site]]:
     """New sites with new identities and ledgers, each in a folder of its name.
 
@@ -212,7 +212,7 @@ def gathered(
         like: A site of the run.
         resident: The process of all of them.
         simulated: What a site is given, by its name.
-        data: The records of the first site; None: those of `like`. The others have none.
+        data: The records of sites; None: the first site has those of `like`. The others have none.
 
     Returns:
         Their roster, and the sites in the order of their names.
@@ -224,11 +224,11 @@ def gathered(
     save_roster(roster, folder / "roster.toml")
     sites = []
     for name in names:
-        identity, first = folder / name / "identity.pem", name == names[0]
+        identity = folder / name / "identity.pem"
         config = house(
             folder / name / "state",
             like,
-            records=first and data is None,
+            records=name == names[0] and data is None,
             name=name,
             identity=str(identity),
             roster=str(folder / "roster.toml"),
@@ -236,8 +236,8 @@ def gathered(
             plan=plan.digest(),
             secure=plan.aggregation.secure,
         )
-        if first and data is not None:
-            config = config.model_copy(update={"data": str(data)})
+        if data is not None and name in data:
+            config = config.model_copy(update={"data": str(data[name])})
         save_identity(identities[name], identity)
         sites.append(Site(config, resident, simulated=simulated(name)))
     return roster, sites

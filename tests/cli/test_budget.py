@@ -4,19 +4,25 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloister.cli.main import main
+from cloister.cli.verbs.plan import privacy_rows
 from cloister.privacy.accounting.accountant import spent
+from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.mechanism.events import (
     Gaussian,
     SampledGaussian,
 )
 from cloister.privacy.mechanism.site_noise import skellam_for
-from cloister.protocol.plan.soundness import shipped_plans
+from cloister.privacy.mechanism.unit_sum import Shape, unit_sum
+from cloister.privacy.report.figures import at_most
+from cloister.protocol.plan.soundness import load, shipped_plans
+from cloister.protocol.questions.kind import question_of
 
 OWNERS = "adding or removing all records of one owner at one site"
 SITES = "adding or removing all records of one site, which sends zeros in every coordinate if it has none"
@@ -108,6 +114,33 @@ def test_sites_among_themselves_add_skellam_noise(capsys: pytest.CaptureFixture[
     printed = done(capsys, options)
     assert "At least 96 honest sites are in every sum" in printed
     assert "rdp accountant: Skellam noise is composed by Renyi divergences" in printed
+
+
+def test_a_question_has_a_figure_against_all_other_parties(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the budget, and in the check of the plan by which a site decides."""
+    (tmp_path / "question.toml").write_text(
+        '[question]\nkind = "histogram"\nfield = "ward"\nvalues = ["a", "b"]\n'
+        '[privacy]\nunit = "record"\nnoise_multiplier = 20.0\ndelta = 1e-6\n[cohort]\nsites = 8\n'
+    )
+    question = str(tmp_path / "question.toml")
+    answer = found(capsys, f"{question} --noise-multiplier 20")
+    asked = unit_sum(20.0, Shape(3, 3, 1.0), 8, question_of(load(Path(question))).most_units, 5, 32, "record")
+    own = spent([replace(asked.event, variance=asked.variance)], 1e-6).epsilon
+    assert set(answer) == KEYS | {"against_all_epsilon"}
+    assert (answer["epsilon"], answer["against_all_epsilon"]) == (spent([asked.event], 1e-6).epsilon, own)
+    assert answer["epsilon"] < own / 2
+    printed = done(capsys, f"{question} --noise-multiplier 20")
+    line = "(against the coordinator and all other sites together)"
+    assert f"epsilon {at_most(own)} at delta 1e-06 {line}" in printed
+    assert main(["plan", "check", question, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["against_all_epsilon"] == own
+    plan = load(Path(question))
+    terms = terms_of(plan, 1)
+    assert terms is not None
+    assert f"{at_most(own)} at delta 1e-06" in dict(privacy_rows(plan, terms)).values()
+    assert "against" not in done(capsys, f"--noise-multiplier 1 {STEPS} --rounds 1")
 
 
 def test_people_read_what_is_protected_and_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:

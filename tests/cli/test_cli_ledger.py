@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sqlite3
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from cloister.cli.main import main
 from cloister.cli.verbs.ledger import rounded_up
 from cloister.privacy.accounting.accountant import over_runs, spent
 from cloister.privacy.ledger.ledger import Charge, Ledger
-from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, to_json
+from cloister.privacy.mechanism.events import Gaussian, SampledGaussian, Skellam, to_json
 from cloister.tests.parties.federation import verified
 
 STEPS = SampledGaussian(noise_multiplier=1.0, sampling_rate=0.01, steps=20)
@@ -174,6 +176,50 @@ def test_runs_whose_mechanisms_differ_are_shown_at_twice_delta(
     monkeypatch.setenv("COLUMNS", "110")
     shown = " ".join(ran(capsys, "show", str(ledger.path))[1].split())
     assert "mechanisms that differ are composed by Renyi divergences, and hold at twice delta" in shown
+
+
+def test_a_dataset_with_questions_has_their_share_and_a_figure_against_all_others(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    lab, ward = json.loads(ran(capsys, "show", str(ledger.path), "--json")[1])["datasets"]
+    assert "asked" not in {**lab, **ward}
+    assert "all others" not in ran(capsys, "show", str(ledger.path))[1]
+    question = Skellam(6e10, 1e4, 2e4, 1, unit="record", honest=6)
+    ledger.charge(charge(9, run="run-c", event=to_json([question])), None)
+    _, ward = json.loads(ran(capsys, "show", str(ledger.path), "--json")[1])["datasets"]
+    runs, own = [to_json([STEPS])] * 4, to_json([replace(question, variance=1e10)])
+    assert ward["epsilon"] == over_runs([*runs, to_json([question])], 1e-6).epsilon
+    asked, figures = (
+        ward["asked"],
+        {"against_all": [*runs, own], "questions": [to_json([question])], "rest": runs},
+    )
+    assert asked["why_not"] == ""
+    for name, events in figures.items():
+        found = over_runs(events, 1e-6)
+        assert (asked[name]["epsilon"], asked[name]["delta"]) == (found.epsilon, found.delta)
+    shown = ran(capsys, "show", str(ledger.path))[1]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    for name, label in (
+        ("against_all", "against all others together"),
+        ("questions", "questions alone"),
+        ("rest", "all else alone"),
+    ):
+        cost = asked[name]
+        assert ["ward", label, "", "", rounded_up(cost["epsilon"]), f"{cost['delta']:g}"] in rows
+    assert "parts need not add up" in " ".join(shown.split())
+    ledger.charge(charge(11, dataset="[lab]", event=to_json([question])), None)
+    shown = ran(capsys, "show", str(ledger.path))[1]
+    assert re.search(r"\[lab\] +│ +questions alone", shown)  # as it is, not as markup
+    # A trusted coordinator adds the noise.
+    ledger.charge(charge(10, run="run-d", event=to_json([ROUND])), None)
+    _, ward = json.loads(ran(capsys, "show", str(ledger.path), "--json")[1])["datasets"]
+    assert ward["asked"]["against_all"] is None
+    shown = ran(capsys, "show", str(ledger.path))[1]
+    assert "against all others together │" not in shown
+    assert "no figure against all others together: in one of the runs the coordinator" in " ".join(
+        shown.split()
+    )
 
 
 def test_show_of_an_empty_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from transformers import AutoTokenizer
 
 import cloister
 from cloister.privacy.accounting.terms import terms_of
@@ -52,6 +54,9 @@ source = "{}"
 partition = "iid"
 durable = false
 """
+
+
+WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = 8\nbuckets = 16384'
 
 
 def one_answered(event: Event) -> bool:
@@ -304,7 +309,7 @@ def test_a_unit_that_is_left_out_is_no_better_told_than_is_claimed(
     from cloister.privacy.accounting import terms as module
 
     made = module._asked(plan, 1.0)
-    many = replace(made, cells=trials)
+    many = replace(made, shape=made.shape._replace(cells=trials))
     worlds = []
     for there in (0.0, 1.0):
         out = np.empty(trials, np.uint32)
@@ -348,3 +353,66 @@ def test_noise_of_a_whole_federation_is_that_of_the_charge(tmp_path: Path) -> No
     assert abs(noise.mean()) < 3 * 3.0 / math.sqrt(noise.size)
     assert noise.std() == pytest.approx(3.0, rel=0.05)
     assert stats.kstest(noise / 3.0, "norm").pvalue > 1e-4
+
+
+def test_a_plan_takes_the_weights_of_its_classes_from_an_answer(
+    asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(capsys, "ask", str(asked), "--out", str(tmp_path / "run"), "--workers", "1")
+    plan, answer = tmp_path / "plan.toml", tmp_path / "run" / "final" / "answer.json"
+    plan.write_text(
+        '[data]  # of notes\nclass_weights = "from-question"\ntask = "classify"\nclasses = ["a", "b", "d"]\n'
+    )
+    shown = done(capsys, "plan", "weights", str(plan), "--from-question", str(tmp_path / "run"))
+    assert "d " in shown
+    assert "hides" in shown
+    done(capsys, "plan", "weights", str(plan), "--from-question", str(tmp_path / "run"))  # again
+    data = Plan.load(plan).data
+    assert data.weights_answer == hashlib.sha256(answer.read_bytes()).hexdigest()
+    cells = json.loads(answer.read_text())["cells"]
+    assert data.class_weights[1] / data.class_weights[0] == pytest.approx(cells["a"] / cells["b"], rel=1e-3)
+    assert data.class_weights[2] > 10 * data.class_weights[1]
+    assert "# of notes" in plan.read_text()
+    plan.write_text('[data]\ntask = "classify"\nclasses = ["a", "z"]\n')
+    with raises(RunFolderError, str(tmp_path / "run")):
+        done(capsys, "--traceback", "plan", "weights", str(plan), "--from-question", str(tmp_path / "run"))
+
+
+def test_words_are_asked_for_and_a_tokenizer_learns_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, plan, run = tmp_path / "notes.jsonl", tmp_path / "words.toml", tmp_path / "run"
+    draw = random.Random(5)
+    drugs = ["Amlodipin", "Bisoprolol", "Candesartan", "Dabigatran"]
+    notes = [f"gibt {draw.choice(drugs)} und misst" for _ in range(1500)] + ["Zyklosporin einmal"]
+    data.write_text("".join(json.dumps({"text": note}) + "\n" for note in notes))
+    text = QUESTION.format(data).replace(
+        'kind = "histogram"\nfield = "ward"\nvalues = ["a", "b", "c", "d"]', WORDS
+    )
+    plan.write_text(text.replace("noise_multiplier = 8.0", "target_epsilon = 4.0"))
+    told = found(capsys, "ask", str(plan), "--out", str(run), "--workers", "1")
+    assert told["epsilon"] <= 4.0
+    words = {each["name"]: each["value"] for each in told["answer"]["figures"]}
+    assert {"gibt", " und", " misst", *(f" {drug}" for drug in drugs)} <= words.keys()
+    assert "Zyklosporin" not in words
+    assert abs(words[" und"] - 1500) < 5 * told["answer"]["figures"][0]["noise"]
+    assert told["answer"]["cells"] == {}
+    shown = done(capsys, "ask", str(run))
+    assert '" Bisoprolol"' in shown
+    made = found(
+        capsys,
+        "tokenizer",
+        "train",
+        "--from-question",
+        str(run),
+        "--vocab",
+        "600",
+        "--out",
+        str(tmp_path / "t"),
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(made["folder"])
+    assert len(tokenizer("gibt Candesartan und misst")["input_ids"]) == 4
+    assert len(tokenizer("Zyklosporin")["input_ids"]) > 3
+    assert "writes text" in lone_refusal(
+        capsys, "tokenizer", "train", "--from-model", str(run), "--out", str(tmp_path / "u")
+    )

@@ -15,13 +15,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cloister.lm.data.prepare import Preparation, prepare, unit_rule
 from cloister.lm.model import writes
-from cloister.lm.model.model import load_model
-from cloister.lm.questions.question import Held, Vectors
+from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.questions.question import Held
 from cloister.lm.questions.registry import asked_by
 from cloister.lm.tasks.registry import tokenizer_of
 from cloister.lm.text.records import Record, Unusable
-from cloister.protocol.plan.questions import cells, most_of_unit
+from cloister.lm.text.tokenizer import train_tokenizer
+from cloister.protocol.errors import ModelError
 from cloister.protocol.plan.soundness import Plan
+from cloister.protocol.questions.registry import kind_of
+from cloister.protocol.questions.vectors import Vectors
+from cloister.tests.tools.raises import raises
 
 PRIVATE = 'unit = "record"\nnoise_multiplier = 5.0\n'
 OWNERS = 'unit = "owner"\nnoise_multiplier = 5.0\n[data]\nowner = "patient"\n'
@@ -44,8 +48,8 @@ def held(records: list[Any], prepared: Callable[[], Any] = lambda: None) -> Held
 
 
 def vectors(plan: Plan, records: list[Any]) -> Vectors:
-    made = list(asked_by(plan)(plan, held(records), None))
-    return np.concatenate(made) if made else np.empty((0, len(cells(plan))))
+    made = list(asked_by(plan)(plan, held(records), ()))
+    return np.concatenate(made) if made else np.empty((0, kind_of(plan).count(plan)))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_each_record_is_in_one_cell(text: str, field: str, values: list[Any], at
     plan = question(text)
     made = vectors(plan, [*({field: value} for value in values), {}])
     assert (made.sum(axis=1) == 1).all()
-    assert made.argmax(axis=1).tolist() == [*at, len(cells(plan)) - 1]
+    assert made.argmax(axis=1).tolist() == [*at, kind_of(plan).count(plan) - 1]
 
 
 def test_numbers_are_cut_and_scaled() -> None:
@@ -74,7 +78,7 @@ def test_numbers_are_cut_and_scaled() -> None:
     y = np.array([-1, 0, 1, 1, -1, 0.5])
     assert np.allclose(made[:-1], np.stack([np.ones(6), y, y * y], axis=1))
     assert not made[-1].any()
-    assert (np.linalg.norm(made, axis=1) <= most_of_unit(question(MEAN)) * (1 + 1e-15)).all()
+    assert (np.linalg.norm(made, axis=1) <= kind_of(question(MEAN)).bound(question(MEAN)) * (1 + 1e-15)).all()
 
 
 def test_an_owner_counts_once_however_many_records_it_has() -> None:
@@ -135,13 +139,14 @@ noise_multiplier = 5.0
 CLASSES = 'task = "classify"\nclasses = ["calm", "ill"]\n'
 
 
-def evaluated(figures: str, data: str, unit: str, records: list[Record]) -> tuple[Plan, Vectors]:
+def evaluated(
+    figures: str, data: str, unit: str, records: list[Record], changes: dict[str, Any] | None = None
+) -> tuple[Plan, Vectors]:
     owner = 'owner = "patient"' if unit == "owner" else ""
-    plan = Plan.parse(CLASSIFY.format(f"figures = {figures}", data, owner, unit))
+    plan = Plan.parse(CLASSIFY.format(f"figures = {figures}", data, owner, unit), changes or {})
     model = load_model(plan)
-    assert model.about is not None
     rule = unit_rule(plan.data, plan.privacy)
-    prepared = prepare(records, model.about.tokenizer, plan.data, seed=0, units=rule)
+    prepared = prepare(records, model.about[0].tokenizer, plan.data, seed=0, units=rule)
     made = asked_by(plan)(plan, held(records, lambda: prepared), model.about)
     return plan, np.concatenate(list(made))
 
@@ -229,7 +234,7 @@ def test_an_evaluation_is_that_of_the_sums() -> None:
     plan, made = evaluated('["accuracy", "loss"]', "", "record", notes(20))
     assert np.allclose(made[:, 0] + made[:, 1], 1)
     assert ((made >= 0) & (made <= 1)).all()
-    assert (np.linalg.norm(made, axis=1) <= most_of_unit(plan)).all()
+    assert (np.linalg.norm(made, axis=1) <= kind_of(plan).bound(plan)).all()
     assert np.allclose(made[:, 2] * 10, math.log(264), atol=1.0)  # of an untrained model, nats per byte
 
 
@@ -241,3 +246,41 @@ def test_a_unit_on_which_the_model_fails_counts_as_zeros(monkeypatch: pytest.Mon
     _, made = evaluated('["accuracy"]', CLASSES, "record", notes(20))
     assert len(made)
     assert not made.any()
+
+
+def saved(folder: Path, seed: int, data: str = CLASSES) -> str:
+    """Another model for the plans of this file."""
+    plan = Plan.parse(CLASSIFY.format("", data, "", "record"), {"run.seed": seed})
+    (model,) = load_model(plan).about
+    save_pretrained(model, model.layout.flatten(model.module), folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("unit", ["record", "owner"])
+def test_several_models_are_asked_about_the_same_units(unit: str, tmp_path: Path) -> None:
+    """Each has the cells that it would have alone, and a comparison is the difference by unit."""
+    names = [saved(tmp_path / str(seed), seed) for seed in (3, 4)]
+    base = {"model.name": names[0], "model.config": {}}
+    both = base | {"question.others": [names[1]]}
+    plan, two = evaluated('["accuracy", "loss"]', CLASSES, unit, notes(60), both)
+    _, one = evaluated('["accuracy", "loss"]', CLASSES, unit, notes(60), base)
+    _, other = evaluated('["accuracy", "loss"]', CLASSES, unit, notes(60), base | {"model.name": names[1]})
+    assert np.array_equal(two, np.concatenate([one, other], axis=1))
+    assert not np.array_equal(one, other)
+    assert kind_of(plan).cells(plan)[3] == f"right of {names[1]}"
+    assert kind_of(plan).bound(plan) == 2.0
+    plan, compared = evaluated(
+        '["accuracy", "loss"]', CLASSES, unit, notes(60), both | {"question.kind": "compare"}
+    )
+    assert np.allclose(compared[:, 0] - compared[:, 1], one[:, 0] - other[:, 0])
+    assert np.allclose(compared[:, :3].sum(axis=1), 1)
+    assert np.allclose(compared[:, 3], one[:, 2] - other[:, 2])
+    assert (np.linalg.norm(compared, axis=1) <= kind_of(plan).bound(plan)).all()
+
+
+def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    name, other = saved(tmp_path / "one", 3), saved(tmp_path / "two", 4)
+    train_tokenizer(["a few words"], "bpe", 260).save_pretrained(other)
+    changes = {"model.name": name, "model.config": {}, "question.others": [other], "question.kind": "compare"}
+    with raises(ModelError, "question.others"):
+        evaluated('["accuracy"]', CLASSES, "record", notes(20), changes)

@@ -143,10 +143,16 @@ def test_a_run_planned_after_the_results_of_another_stays_within_the_limit(
         SampledGaussian(1.0, 0.01, 20, "owner"),
         Gaussian(2.0, 3),
         Skellam(1e6, 100.0, 1000.0, 2),
+        Skellam(1e6, 100.0, 1000.0, 2, honest=6),
     ],
 )
 def test_runs_of_one_mechanism_cost_what_one_long_run_does(event: Event, accountant: str) -> None:
-    more = replace(event, steps=7) if isinstance(event, SampledGaussian) else event
+    """Also where the same noise is that of fewer sites, or trusts more."""
+    more = event
+    if isinstance(event, SampledGaussian):
+        more = replace(event, steps=7, trusts="coordinator")
+    elif isinstance(event, Skellam):
+        more = replace(event, honest=3)
     fixed = spent([event, event, more], DELTA, "rdp" if accountant == "rdp" else "pld")
     assert over_runs([to_json([event, event]), to_json([more])], DELTA, accountant) == fixed
     assert fixed.delta == DELTA

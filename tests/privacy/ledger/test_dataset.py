@@ -17,18 +17,19 @@ from typing import Any
 import pytest
 
 from cloister.cli.main import main
-from cloister.privacy.accounting.accountant import composed
+from cloister.privacy.accounting.accountant import composed, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
-from cloister.privacy.ledger.ledger import Entry, Ledger, read_history
+from cloister.privacy.ledger.ledger import Charge, Entry, Ledger, read_history
+from cloister.privacy.mechanism.events import Skellam, bare, from_json, to_json
 from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.page import to_html
-from cloister.privacy.report.report import verdict
+from cloister.privacy.report.report import CostRow, QuestionsRow, verdict
 from cloister.protocol.errors import BudgetError, LedgerError
 from cloister.protocol.messages.messages import Contribute, Request
 from cloister.protocol.plan.plan import Plan
-from cloister.protocol.plan.soundness import load
+from cloister.protocol.plan.soundness import load, parse
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.history import hash_of_plan
 from cloister.server.record.outcome import Outcome
@@ -106,6 +107,114 @@ def test_three_runs_on_one_dataset_are_composed(three: tuple[Path, list[dict[str
         page = to_html(report)
         assert f"<dt>epsilon, all runs (3)</dt><dd>{at_most(together)}</dd>" in page
         assert "alone" not in verdict(report).sentence
+
+
+QUESTION = """[question]
+kind = "histogram"
+field = "ward"
+values = ["a", "b"]
+[privacy]
+unit = "record"
+noise_multiplier = {}
+delta = 1e-3
+[cohort]
+sites = 4
+[aggregation]
+colluders = 0.25
+[simulation]
+partition = "iid"
+ledger = "{}"
+dataset = "2024"
+"""
+
+
+def ask(ledger: Path, noise: float) -> tuple[str, Skellam]:
+    """Charge a question; the events of the charge, and the same with the noise that one site draws."""
+    plan = parse(QUESTION.format(noise, ledger))
+    terms = terms_of(plan, 1)
+    assert terms is not None
+    assert terms.asked is not None
+    DatasetLedger(plan).check(terms, "", (), FOUR)
+    DatasetLedger(plan).pay(f"question-{noise}", 1, "site-000", 0, terms.events(1))
+    return to_json(terms.events(1)), replace(terms.asked.event, variance=terms.asked.variance)
+
+
+@pytest.fixture
+def asked(three: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> tuple[Path, Path]:
+    """The first of three runs, and a copy of their ledger with no question yet."""
+    out, ledger = tmp_path / "one", tmp_path / "over.sqlite"
+    shutil.copy(three[0] / "over.sqlite", ledger)
+    shutil.copytree(three[0] / "one", out)
+    plan = json.loads((out / "plan.json").read_text())
+    plan["simulation"]["ledger"] = str(ledger)
+    begun_with(out, plan)
+    return out, ledger
+
+
+def test_runs_and_two_questions_are_reported_with_all_figures(
+    asked: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, ledger = asked
+    runs = [entry.charge.event for entry in entries(ledger)]
+    before = gather(out).dataset
+    assert before is not None
+    assert before.asked is None
+    told = [ask(ledger, noise) for noise in (8.0, 20.0)]
+    questions = [text for text, _ in told]
+    own = [to_json([event]) for _, event in told]
+    together, all_others, alone, rest = (
+        over_runs(events, DELTA) for events in ([*runs, *questions], [*runs, *own], questions, runs)
+    )
+    report = gather(out)
+    assert verdict(report).holds
+    found = report.dataset
+    assert found is not None
+    assert (found.runs, found.epsilon, found.delta) == (5, together.epsilon, 2 * DELTA)
+    assert found.asked == QuestionsRow(
+        questions=CostRow(alone.epsilon, 2 * DELTA),
+        rest=CostRow(rest.epsilon, DELTA),
+        against_all=CostRow(all_others.epsilon, 2 * DELTA),
+    )
+    assert rest.epsilon == epsilon_of(5)
+    assert rest.epsilon < together.epsilon < all_others.epsilon
+    page = to_html(report)
+    for figure in (together, all_others, alone, rest):
+        assert f"{at_most(figure.epsilon)} at delta {scientific(figure.delta)}" in page
+    shown = " ".join(done(capsys, "resume", str(out)).split())
+    assert f"against all others together │ {at_most(all_others.epsilon)} at delta 0.002" in shown
+    (dataset,) = json.loads(done(capsys, "ledger", "show", str(ledger), "--json"))["datasets"]
+    assert dataset["asked"]["against_all"]["epsilon"] == all_others.epsilon
+
+
+def test_a_question_of_an_earlier_version_has_no_figure_against_all_others(asked: tuple[Path, Path]) -> None:
+    """Its charge does not say of how many sites the noise is. All other figures stay."""
+    out, ledger = asked
+    event, _ = ask(ledger, 8.0)
+    known = gather(out).dataset
+    assert known is not None
+    assert known.asked is not None
+    with contextlib.closing(sqlite3.connect(ledger)) as db, db:
+        (last,) = db.execute("SELECT what FROM entries ORDER BY number DESC").fetchone()
+    paid = Charge(
+        id="earlier/1/0",
+        dataset="2024",
+        run="earlier",
+        round=1,
+        attempt=0,
+        what=last,
+        event=to_json(map(bare, from_json(event))),
+        delta=DELTA,
+    )
+    Ledger(ledger, "simulation", composed).charge(paid, None)
+    found = gather(out).dataset
+    assert found is not None
+    assert found.asked is not None
+    assert found.asked.against_all is None
+    assert "does not say of how many sites" in found.asked.why_not
+    assert found.epsilon is not None
+    assert known.epsilon is not None
+    assert found.epsilon > known.epsilon
+    assert "does not say of how many sites" in to_html(gather(out))
 
 
 def begun_with(run: Path, plan: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from cloister.privacy.mechanism.events import (
     Gaussian,
     SampledGaussian,
     Skellam,
+    bare,
     from_json,
     to_json,
 )
@@ -27,6 +28,7 @@ EVENTS = st.lists(
             st.floats(1e-9, 1),
             st.integers(1, 2**40),
             st.sampled_from(["record", "owner"]),
+            st.sampled_from(["", "coordinator"]),
         ),
         st.builds(Gaussian, st.floats(1e-3, 1e9), st.integers(1, 2**40)),
         st.builds(
@@ -36,6 +38,8 @@ EVENTS = st.lists(
             st.floats(1e-9, 1e30),
             st.integers(1, 99),
             st.lists(st.tuples(*[st.floats(1e-9, 1e30)] * 3), max_size=2).map(tuple),
+            st.sampled_from(["record", "owner", "site"]),
+            st.integers(0, 99),
         ),
     ),
     max_size=5,
@@ -63,6 +67,40 @@ def test_json_is_canonical() -> None:
             from_json(other)
 
 
+OLD = (
+    '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":2,"unit":"record"},'
+    '{"count":1,"extra":[[9.0,1.0,1.0]],"l1":4.0,"l2":2.0,"mechanism":"skellam","variance":16.0},'
+    '{"count":1,"extra":[],"l1":4.0,"l2":2.0,"mechanism":"skellam","unit":"owner","variance":16.0}]'
+)
+"""What ledgers have that do not say whom an event trusts."""
+
+
+def test_ledgers_that_do_not_say_whom_an_event_trusts_are_read_and_written_as_they_were() -> None:
+    steps, sites, owners = from_json(OLD)
+    assert (steps, sites, owners) == (
+        SampledGaussian(1.0, 0.5, 2),
+        Skellam(16.0, 2.0, 4.0, 1, ((9.0, 1.0, 1.0),)),
+        Skellam(16.0, 2.0, 4.0, 1, unit="owner"),
+    )
+    assert hash(sites) == hash(Skellam(16.0, 2.0, 4.0, 1, ((9.0, 1.0, 1.0),), "site", 0))
+    assert to_json([steps, sites, owners]) == OLD
+    with raises(AccountingError, "events", says="canonical"):
+        from_json(OLD.replace('"extra":[],', '"extra":[],"honest":0,'))
+
+
+def test_a_ledger_says_whom_an_event_trusts() -> None:
+    told: list[Event] = [SampledGaussian(1.0, 0.5, 2, "record", "coordinator")]
+    told.append(Skellam(16.0, 2.0, 4.0, 1, honest=6))
+    text = to_json(told)
+    assert '"trusts":"coordinator"' in text
+    assert '"honest":6' in text
+    assert from_json(text) == tuple(told)
+    earlier: list[Event] = [SampledGaussian(1.0, 0.5, 2), Skellam(16.0, 2.0, 4.0, 1)]
+    for event, before in zip(told, earlier, strict=True):
+        assert event != before
+        assert bare(event) == bare(before) == before
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -84,6 +122,8 @@ def test_json_is_canonical() -> None:
         '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":1,"unit":"site"}]',
         '[{"mechanism":"sampled-gaussian","noise_multiplier":1.0,"sampling_rate":0.5,"steps":1}]',
         '[{"count":1,"extra":[[1.0,2.0]],"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
+        '[{"count":1,"extra":[],"honest":-1,"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
+        '[{"count":1,"extra":[],"honest":1.5,"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
         '[{"count":1,"extra":5,"l1":1.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
         '[{"count":1,"extra":[],"l1":0.0,"l2":1.0,"mechanism":"skellam","variance":1.0}]',
         "[" * 100_000,

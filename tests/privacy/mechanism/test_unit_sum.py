@@ -15,14 +15,17 @@ from scipy import stats
 from cloister.privacy.accounting.accountant import spent
 from cloister.privacy.mechanism.events import from_json, to_json
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.privacy.mechanism.unit_sum import UnitSum, unit_sum
+from cloister.privacy.mechanism.unit_sum import Shape, UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError
+from cloister.protocol.questions.vectors import Sparse
 from cloister.tests.tools.mutants import Mutant
 from cloister.tests.tools.raises import raises
 
+ONE = Shape(3, 3, 1.0)
+
 
 def mechanism(z: float = 4.0, bound: float = 1.0, cells: int = 3, *, honest: int = 6) -> UnitSum:
-    return unit_sum(z, bound, cells, 8, 1000, honest, 32, "record")
+    return unit_sum(z, Shape(cells, cells, bound), 8, 1000, honest, 32, "record")
 
 
 @given(
@@ -52,7 +55,7 @@ def test_a_vector_of_whole_steps_is_told_exactly() -> None:
 
 def test_rounding_has_no_bias() -> None:
     """Not even where all units are the same, and their number is large beside the noise."""
-    asked = unit_sum(4.0, math.sqrt(3), 3, 8, 100_000, 6, 32, "record")
+    asked = unit_sum(4.0, Shape(3, 3, math.sqrt(3)), 8, 100_000, 6, 32, "record")
     vector = np.array([1.0, 1 / 3, -1 / 7])
     units = [np.tile(vector, (10_000, 1))] * 20
     noisy = np.empty(3, np.uint32)
@@ -74,9 +77,9 @@ def test_the_noise_of_the_honest_sites_is_what_is_charged(
     if mutant is not None:
         mutant.plant(monkeypatch)
     asked = mechanism(cells=20_000)
-    total = np.zeros(asked.cells, np.uint32)
+    total = np.zeros(asked.shape.cells, np.uint32)
     for site in range(6):
-        out = np.empty(asked.cells, np.uint32)
+        out = np.empty(asked.shape.cells, np.uint32)
         asked.encode([], NoiseStream.from_declared_seed(site), out)
         total += out
     noise = total.view(np.int32).astype(np.float64)
@@ -94,14 +97,50 @@ def test_units_are_added_in_parts_of_any_size() -> None:
     assert (whole == parts).all()
 
 
+def test_a_vector_by_its_cells_is_that_vector() -> None:
+    asked = unit_sum(4.0, Shape(100, 3, 1.0), 8, 1000, 6, 32, "record")
+    whole, sparse, nothing = (np.empty(100, np.uint32) for _ in range(3))
+    vector = np.zeros((1, 100))
+    vector[0, [4, 17, 80]] = 0.5, 0.25, 0.5
+    asked.encode([vector], NoiseStream.from_declared_seed(1), whole)
+    asked.encode(
+        [Sparse(np.array([4, 17, 80]), vector[0, [4, 17, 80]])], NoiseStream.from_declared_seed(1), sparse
+    )
+    assert (whole == sparse).all()
+    asked.encode([], NoiseStream.from_declared_seed(1), nothing)
+    for at in (
+        [4, 4, 17],
+        [17, 4],
+        [1, 2, 3, 4],
+    ):  # a cell twice would be longer than it looks; more than 3 cells
+        asked.encode([Sparse(np.array(at), np.full(len(at), 0.5))], NoiseStream.from_declared_seed(1), sparse)
+        assert (sparse == nothing).all()
+    asked.encode([Sparse(np.array([4]), np.array([1e9]))], NoiseStream.from_declared_seed(1), sparse)
+    assert int((sparse - nothing).view(np.int32)[4]) == int(asked.scale)
+
+
+def test_a_unit_at_several_sites_is_charged_for_all_of_them() -> None:
+    """Three vectors in one sum move it three times as far; the noise is as many times as large."""
+    one, three = (
+        unit_sum(4.0, ONE, 8, 10, 6, 32, "owner"),
+        unit_sum(4.0, Shape(3, 3, 1.0, 3), 8, 10, 6, 32, "owner"),
+    )
+    step = three.steps(np.array([[1.0, 0.0, 0.0]]), np.zeros((1, 3)))[0]
+    assert three.event.l2 >= 3 * float(np.linalg.norm(step))
+    assert three.event.l1 >= 3 * np.abs(step).sum()
+    assert three.deviation(6) == pytest.approx(3 * one.deviation(6))
+    assert spent([three.event], 1e-6).epsilon == pytest.approx(spent([one.event], 1e-6).epsilon, rel=1e-3)
+
+
 def test_the_ring_has_room_for_the_units_and_the_noise() -> None:
-    asked = unit_sum(4.0, 1.0, 3, 8, 100_000, 6, 32, "record")
+    asked = unit_sum(4.0, ONE, 8, 100_000, 6, 32, "record")
     furthest = 8 * 100_000 * asked.scale + 12 * math.sqrt(8 * asked.variance)
     assert 2**30 < furthest < 2**31
     with raises(AccountingError, "question.most_units"):
-        unit_sum(1.0, 1.0, 3, 1000, 10**5, 700, 32, "record")
-    with raises(AccountingError, "question.values"):
-        unit_sum(1.0, 1.0, 2**17, 8, 1000, 6, 32, "record")
+        unit_sum(1.0, ONE, 1000, 10**5, 700, 32, "record")
+    for cells, touched in ((2**17, 2**17), (2**26, 10)):
+        with raises(AccountingError, "question.kind"):
+            unit_sum(1.0, Shape(cells, touched, 1.0), 8, 1000, 6, 32, "record")
 
 
 def test_the_unit_of_an_event_decides_what_else_it_is_composed_with() -> None:
@@ -113,7 +152,7 @@ def test_the_unit_of_an_event_decides_what_else_it_is_composed_with() -> None:
     text = to_json([asked.event])
     assert '"unit":"record"' in text
     assert from_json(text) == (asked.event,)
-    of_site = unit_sum(4.0, 1.0, 3, 8, 1000, 6, 32, "site").event
+    of_site = unit_sum(4.0, ONE, 8, 1000, 6, 32, "site").event
     assert "unit" not in to_json([of_site])  # as ledgers have it that know no other
     together = spent([*steps, asked.event], 1e-6).epsilon
     assert together < spent([*steps, of_site], 1e-6).epsilon

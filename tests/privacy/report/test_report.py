@@ -16,10 +16,12 @@ from cloister.privacy.report.report import (
     LARGEST_EPSILON,
     UNCLAIMED_DELTA,
     AuditRow,
+    CostRow,
     DatasetRow,
     GroupRow,
     Ledger,
     LedgerRow,
+    QuestionsRow,
     RoundRow,
     RunReport,
     SecureSum,
@@ -288,6 +290,35 @@ def test_all_runs_on_a_dataset_are_in_the_sentence() -> None:
         realistic(dataset=over_runs(epsilon=1.5))
     report = realistic(dataset=over_runs())
     assert read(to_json(report)) == report
+
+
+def with_questions(**changes: Any) -> DatasetRow:
+    """Runs of which some are questions."""
+    asked = QuestionsRow(
+        questions=CostRow(0.5231, 2e-6), rest=CostRow(1.8, 1e-6), against_all=CostRow(2.9, 2e-6)
+    )
+    return over_runs(asked=dataclasses.replace(asked, **changes))
+
+
+def test_with_questions_the_sentence_says_whom_the_figure_over_all_runs_trusts() -> None:
+    report = realistic(dataset=with_questions())
+    trusting = "against those who know the noise of no more sites than the plan of each question assumes"
+    assert f"together it is 2.16 at delta 2 × 10⁻⁶, {trusting}) and" in verdict(report).sentence
+    assert trusting not in verdict(realistic(dataset=over_runs())).sentence
+    assert read(to_json(report)) == report
+    facts = json.loads(to_json(report))["dataset"]["asked"]
+    assert facts["against_all"] == {"epsilon": 2.9, "delta": 2e-6}
+    assert (facts["questions"]["epsilon"], facts["rest"]["epsilon"]) == (0.5231, 1.8)
+
+
+def test_a_figure_against_all_others_below_that_against_some_cannot_be_made() -> None:
+    with raises(CloisterError, "dataset.asked.against_all", says="2.1512"):
+        realistic(dataset=with_questions(against_all=CostRow(2.15, 2e-6)))
+    unbound = dataclasses.replace(with_questions(), epsilon=None)
+    with raises(CloisterError, "dataset.asked.against_all", says="inf"):
+        realistic(dataset=unbound)
+    for fits in (CostRow(None, 2e-6), None):
+        assert realistic(dataset=with_questions(against_all=fits))
 
 
 @pytest.mark.parametrize(

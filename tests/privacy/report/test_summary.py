@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from cloister.privacy.report.page import to_html
-from cloister.privacy.report.report import GroupRow, RunReport, meaning, verdict
-from cloister.privacy.report.summary import Part, plain, questions
+from cloister.privacy.report.report import CostRow, GroupRow, RunReport, meaning, verdict
+from cloister.privacy.report.summary import Part, plain, questions, shares
 from cloister.tests.privacy.report.test_page import Reader
 from cloister.tests.privacy.report.test_report import (
     OBJECTIONS,
     SENTENCE,
     over_runs,
     realistic,
+    with_questions,
     without_privacy,
 )
 
@@ -63,6 +64,65 @@ def test_the_plain_page_counts_all_runs_where_a_ledger_does() -> None:
     for epsilon in (None, 10.5):
         weak = text(plain(realistic(dataset=over_runs(epsilon=epsilon))))
         assert "All 3 runs on this data together leave no protection to speak of." in weak
+
+
+COSTS = "How do the costs of several releases and runs add up?"
+
+
+def test_with_questions_the_pages_say_whom_the_figures_trust_and_which_share_questions_took() -> None:
+    report = realistic(dataset=with_questions())
+    words = text(plain(report))
+    assert f"all 3 runs on this data, at most {meaning(2.1512, 1e-5).guess} of 100" in words
+    together = "If the coordinator and all other sites work together against one site, at most"
+    assert f"{together} {meaning(2.9, 2e-6).guess} of 100 guesses are right." in words
+    said = " ".join(shares(report))
+    for fact in (
+        "no more sites than the plan of each question assumes to collude",
+        "What the reports of all these runs assume must be true as well.",
+        "Then the epsilon over all runs is 2.90 at delta 2 × 10⁻⁶.",
+        "The questions alone have epsilon 0.53 at delta 2 × 10⁻⁶, all else alone 1.80 at delta 1 × 10⁻⁶.",
+        "These two need not add up to the epsilon over all runs.",
+    ):
+        assert fact in said
+    (costs,) = (part for part in questions(report) if part.title == COSTS)
+    assert said in " ".join(costs.lines)
+    page = to_html(report)
+    assert "<dt>epsilon, all runs, against all others together</dt><dd>2.90 at delta 2 × 10⁻⁶</dd>" in page
+    assert "Whom epsilon over all runs trusts" in page
+    assert all(line in Reader(page).text for line in shares(report))
+
+
+def test_without_questions_or_a_claim_no_page_has_their_figures() -> None:
+    lost = replace(with_questions(), problem="missing", epsilon=None, asked=None)
+    for report in (
+        realistic(),
+        realistic(dataset=over_runs()),
+        realistic(dataset=lost),
+        realistic(dataset=with_questions(), declared_noise=True),
+    ):
+        page = Reader(to_html(report)).text
+        for words in (
+            "all others together",
+            "all other sites together",
+            "The questions alone",
+            "trusts, and",
+        ):
+            assert words not in page
+        assert "all other sites work together" not in text(plain(report))
+
+
+def test_a_figure_against_all_others_that_protects_nobody_or_is_missing_is_said_to() -> None:
+    for weak in (CostRow(10.5, 2e-6), CostRow(None, 2e-6), CostRow(2.9, 0.01)):
+        report = realistic(dataset=with_questions(against_all=weak))
+        assert "work together against one site, there is no protection to speak of." in text(plain(report))
+        assert "no protection to speak of. The questions alone" in " ".join(shares(report))
+    report = realistic(dataset=with_questions(against_all=None, why_not="it is of an earlier version"))
+    assert "this report has no figure: it is of an earlier version." in text(plain(report))
+    assert "together there is no figure: it is of an earlier version." in " ".join(shares(report))
+    assert "<dd>no figure</dd>" in to_html(report)
+    alone = realistic(dataset=with_questions(rest=None))
+    assert "All of these runs are questions." in shares(alone)
+    assert "add up to" not in " ".join(shares(alone))
 
 
 @pytest.mark.parametrize(("unit", "words"), [("owner", "patients together"), ("site", "patients together")])

@@ -289,6 +289,28 @@ def test_a_lost_ledger_carries_no_claim(copy: Path) -> None:
     assert not (copy / "ledger.sqlite").exists()
 
 
+def test_charges_of_an_earlier_version_are_those_of_the_plan(site: Path, tmp_path: Path) -> None:
+    """It did not say of how many sites the noise is, which does not change what a round costs."""
+    before = gather(site)
+    copy = tmp_path / "run"
+    shutil.copytree(site, copy)
+
+    def earlier(entry: Entry) -> Charge:
+        assert '"honest":2' in entry.charge.event
+        return charge_like(entry, event=entry.charge.event.replace('"honest":2,', ""))
+
+    remade(copy, earlier)
+    report = gather(copy)
+    assert verdict(report).holds
+    assert report.epsilon == before.epsilon
+    assert "Skellam noise of 2 sites on a sum" in before.ledger.rows[0].event
+    assert "Skellam noise on a sum" in report.ledger.rows[0].event
+    remade(
+        copy, lambda entry: charge_like(entry, event=entry.charge.event.replace('"l1"', '"honest":3,"l1"'))
+    )
+    assert "row 1 charges" in no_claim(copy)
+
+
 GUARDS = ("_foreign_charge", "_unpaid", "_contradiction")
 
 

@@ -31,6 +31,8 @@ AGES = 'kind = "histogram"\nfield = "age"\nedges = [0, 18, 65]\n'
 LENGTHS = 'kind = "histogram"\nfield = "ward"\nmeasure = "characters"\nedges = [1, 3]\n'
 MEAN = 'kind = "mean"\nfield = "age"\nrange = [0.0, 100.0]\n'
 EVALUATE = 'kind = "evaluate"\nfigures = ["confusion", "loss"]\n'
+WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = 8\nbuckets = 4096\n'
+AT_TWO_SITES = f"{WARDS}sites_of_owner = 2\n"
 MODEL = """[model.config]
 hidden_size = 16
 intermediate_size = 32
@@ -86,6 +88,9 @@ def folder_of(plan_file: Path) -> Path:
         (MEAN, "owner"),
         (EVALUATE, "record"),
         (EVALUATE, "owner"),
+        (WORDS, "record"),
+        (WORDS, "owner"),
+        (AT_TWO_SITES, "owner"),
     ],
 )
 def test_an_audit_of_an_honest_question_raises_no_alarm(
@@ -138,6 +143,7 @@ ANSWERED, ANSWER = "clients.training.ask:Asked.update", "task.code.answer(units)
 OVER = "privacy.ledger.dataset:DatasetLedger"
 DRAWN, STREAM = "clients.site:Site._update", "self._simulated.noise(round_number)"
 CUT = "np.where(within, rounded, np.trunc(scaled))"
+TOUCHED = "len(part.at) <= self.shape.touched and ("
 ENCODED = "self.asked.encode(units, self.noise, vector[: self.layout.size])"
 CODE, SKELLAM = "aggregation.features.question:UnitCode.answer", 'noise.child("skellam")'
 PAY, CHARGED = (
@@ -153,6 +159,7 @@ HALF = Mutant(ENCODE, "self.variance)", "self.variance / 4)")
 BY_RECORD = Mutant(OWNERS, 'plan.privacy.unit == "owner"', "False")
 UNPAID = Mutant(PAY, CHARGED, CHARGED.replace("events", "()"))
 NOT_OVER_RUNS = Mutant(PAY, "if self._shared is not None:", "if False:")
+ALL_WORDS = Mutant("lm.questions.vocabulary:_drawn", "len(words) <= most", "True")
 NOT_CUT = Mutant(STEPS, "norms > self.bound * (1 + _MARGIN)", "norms > np.inf")
 FIRST = [(HALF, NOISE), (BY_RECORD, CHANGE), (UNPAID, AT_SITE), (NOT_OVER_RUNS, OVER_RUNS)]
 LESS_NOISE = [
@@ -199,8 +206,8 @@ CHARGES = [
         Mutant("server.sum.spending:Spending._charge", "for site in sites", "for site in list(sites)[1:]"),
         AT_COORDINATOR,
     ),
-    (Mutant(UNIT_SUM, "Skellam(whole, l2,", "Skellam(whole, l2 / 2,"), CHANGE),
-    (Mutant(UNIT_SUM, "rounded_l1(l2, cells)", "rounded_l1(l2, cells) / 2"), L1),
+    (Mutant(UNIT_SUM, "shape.copies * l2, l1", "shape.copies * l2 / 2, l1"), CHANGE),
+    (Mutant(UNIT_SUM, "rounded_l1(l2, shape.touched)", "rounded_l1(l2, shape.touched) / 2"), L1),
 ]
 """No charge, or one for a smaller change than is made, in each ledger."""
 
@@ -232,18 +239,21 @@ def test_an_answer_that_is_not_what_is_charged_raises_an_alarm(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asks", "mutants"),
+    ("asks", "mutants", "found"),
     [
-        (MEAN, [NOT_CUT, Mutant(OWNERS, "total / count", "total")]),
-        (MEAN, [BY_RECORD]),
-        (EVALUATE, [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")]),
-        (EVALUATE, [HALF]),
+        (MEAN, [NOT_CUT, Mutant(OWNERS, "total / count", "total")], CHANGE),
+        (MEAN, [BY_RECORD], CHANGE),
+        (EVALUATE, [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")], CHANGE),
+        (EVALUATE, [HALF], NOISE),
+        (WORDS, [ALL_WORDS, Mutant(ENCODE, TOUCHED, "(")], L1),
+        (AT_TWO_SITES, [Mutant(UNIT_SUM, "shape.copies * l2, l1", "l2, l1")], CHANGE),
     ],
     ids=str,
 )
 def test_other_kinds_are_audited(
     asks: str,
     mutants: list[Mutant],
+    found: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -251,9 +261,9 @@ def test_other_kinds_are_audited(
     run = folder_of(question(tmp_path, asks))
     for mutant in mutants:
         mutant.plant(monkeypatch)
-    code, result, _ = ran(capsys, run, "--canaries", "30")
+    code, result, _ = ran(capsys, run, "--canaries", "4" if asks == WORDS else "30")
     assert (code, result["alarm"]) == (3, True)
-    assert (NOISE if HALF in mutants else CHANGE) in result["row"]["problem"]
+    assert found in result["row"]["problem"]
 
 
 @pytest.mark.slow
@@ -261,7 +271,7 @@ def test_other_kinds_are_audited(
     "mutant",
     [
         Mutant(OWNERS, "total / count", "total"),
-        Mutant("protocol.plan.questions:most_of_unit", "return 1.0", "return 0.5"),
+        Mutant("protocol.questions.histogram:Histogram.bound", "return 1.0", "return 0.5"),
     ],
     ids=str,
 )

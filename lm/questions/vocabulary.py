@@ -1,0 +1,87 @@
+"""The words of a field's texts, at most so many different ones of each unit."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.questions.question import Held, owned_records
+from cloister.lm.text.records import Record
+from cloister.protocol.plan.plan import Plan, QuestionSection
+from cloister.protocol.questions.kind import question_of
+from cloister.protocol.questions.vectors import Sparse
+from cloister.protocol.questions.vocabulary import LONGEST, cells_of, weights_of
+
+_log = logging.getLogger(__name__)
+_MOST_TEXT = 2**20
+"""Characters of a text whose words count."""
+_AT_ONCE = 512
+"""Units whose cells are found together."""
+_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
+"""Where `train_tokenizer` cuts words."""
+
+
+def vocabulary(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iterator[Sparse]:
+    """The cells of each unit's words."""
+    units = _units(plan, held)
+    while part := list(itertools.islice(units, _AT_ONCE)):
+        words = list(set().union(*part))
+        places = {word: at for at, word in enumerate(words)}
+        cells = cells_of(words, question_of(plan).buckets)
+        for unit in part:
+            mine = np.unique(cells[[places[word] for word in unit]])
+            mine = mine[mine >= 0]
+            yield Sparse(mine, weights_of(mine, question_of(plan).buckets))
+
+
+def _units(plan: Plan, held: Held) -> Iterator[set[bytes]]:
+    """The words that count of each unit that has any."""
+    question, owners = question_of(plan), dict[bytes, set[bytes]]()
+    for owner, record in owned_records(plan, held):
+        words = _words_of(record, question)
+        if plan.privacy.unit == "owner":
+            owners[owner] = _drawn(words | owners.get(owner, set()), question.words, owner)
+        elif words:
+            # Which words of a text are drawn follows from that text alone, and differs between texts.
+            yield _drawn(words, question.words, b"".join(sorted(words)))
+    yield from filter(None, owners.values())
+
+
+def split(text: str, ngram: int) -> set[bytes]:
+    """The different words of a text that count, in UTF-8.
+
+    Args:
+        text: The text.
+        ngram: 0, or the characters of each word, which then overlap.
+    """
+    if ngram:
+        runs = text.split()
+        found = {run[at : at + ngram] for run in runs for at in range(len(run) - ngram + 1)}
+    else:
+        found = {text[begin:end] for _, (begin, end) in _SPLIT.pre_tokenize_str(text)}
+    words = {word.encode() for word in found}
+    return {word for word in words if 0 < len(word) <= LONGEST and 0 not in word}
+
+
+def _words_of(record: Record, question: QuestionSection) -> set[bytes]:
+    try:
+        text = record.get(question.field)
+        return split(text[:_MOST_TEXT], question.ngram) if isinstance(text, str) else set()
+    except Exception as error:  # of any type, and each would reveal that the record is there
+        _log.warning("a record has no word that counts, which must stay at this site: %s", error)
+        return set()
+
+
+def _drawn(words: set[bytes], most: int, unit: bytes) -> set[bytes]:
+    """The words of a unit that count. What is drawn of a part of them and the rest is drawn of all together."""
+    if len(words) <= most:
+        return words
+    key = blake2b(unit, digest_size=32).digest()
+    return set(heapq.nsmallest(most, words, key=lambda word: blake2b(word, key=key, digest_size=16).digest()))
