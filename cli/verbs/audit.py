@@ -4,12 +4,13 @@ Play a simulated run again, with new noise, through the functions that a run cal
 unit record or owner, a new site with the records of the first one joins the plan and trains; canaries with planted
 gradients are among its units, and the noised sum of each step is seen. With unit site, new sites join and a
 coordinator runs the rounds, under masks if the plan has them; a site has a canary for its update, or no records, and
-the noised sums are seen. The lower bound on epsilon that the guesses prove is compared with the epsilon that was
-charged, and noise, clipping, sampling and number of releases with their charge; with each is printed the smallest
-error that would have been found. What is sent must follow from the noised sums to the last byte. Not played: processes
-and networks, dropouts, a coordinator that lies, tokenisation. The result is kept in audit.json. Exit code 3, the
-alarm, if the bound is above the charge or what was released is not what was charged; for honest code that has a
-probability of at most 1e-4.
+the noised sums are seen. A question is answered again and again by new sites, with or without one unit; given as a
+plan, it is audited before it is asked. The lower bound on epsilon that the guesses prove is compared with the epsilon
+that was charged, and noise, clipping, sampling and number of releases with their charge; with each is printed the
+smallest error that would have been found. What is sent must follow from the noised sums to the last byte. Not played:
+processes and networks, dropouts, a coordinator that lies, tokenisation. The result of a run is kept in its audit.json.
+Exit code 3, the alarm, if the bound is above the charge or what was released is not what was charged; for honest code
+that has a probability of at most 1e-4.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -27,6 +31,7 @@ from rich.progress import Progress
 from cloister.cli.options.shared_options import Parser
 from cloister.cli.show.console import PipedConsole
 from cloister.privacy.report.figures import at_least, at_most, scientific
+from cloister.protocol.errors import PlanError
 from cloister.server.record.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -39,11 +44,12 @@ ALARM = 3
 
 
 def options(parser: Parser) -> None:
-    """Run folder, size and confidence of the attack."""
-    parser.add_run()
+    """Run folder or question, size and confidence of the attack."""
+    parser.value("run RUN", "the run folder; or the plan of a question, as TOML, which is not asked then")
     parser.value(
         "--canaries M",
-        "canaries among the units, or updates of honest sites (default: the strongest audit, or some 500)",
+        "canaries among the units, updates of honest sites, or answers to a question (default: the strongest audit, or "
+        "some 500 updates)",
         type=int,
     )
     parser.value("--confidence P", "confidence of the printed bound, not of an alarm", 0.95)
@@ -54,7 +60,7 @@ def options(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Audit a run and print both epsilons; returns 3 if the claim is refuted."""
 
-    with RunFolder.reopen(Path(arguments.run)) as folder:
+    with _opened(Path(arguments.run)) as folder:
         # It takes seconds: only for a folder that holds a run.
         from cloister.simulations.audit.audit import audit
 
@@ -87,6 +93,25 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return ALARM
     return 0
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[RunFolder]:
+    """The folder of a run; for the plan of a question one that is removed again, with its sites."""
+    if not path.is_file():
+        with RunFolder.reopen(path) as folder:
+            yield folder
+        return
+    from cloister.protocol.plan.soundness import Plan
+    from cloister.simulations.federation import lay_out
+
+    plan = Plan.load(path)
+    if plan.question is None:
+        raise PlanError("question", expected="a plan with a [question], or the folder of a run")
+    with TemporaryDirectory() as temporary, RunFolder.create(Path(temporary) / "run", plan) as folder:
+        folder.sites.path.mkdir()
+        lay_out(plan, folder.sites.path)
+        yield folder
 
 
 def _print(found: Audited) -> None:

@@ -39,6 +39,8 @@ LEVEL = MISFIT / MOST_CHECKS
 _POWER = 0.99
 _SKETCH = 4096
 """Projections of a release."""
+_FEWEST = 64
+"""Projections of which the variance is compared."""
 _COMPARED = 4096
 """Releases that are compared with each other."""
 _AROUND = 8
@@ -283,7 +285,8 @@ class Noise:
         sum over releases and coordinates  ~ chi2     less noise
         sum of x_ri x_r(i + lag) over both            a part of a release repeats or cancels another part
         <y_r, sign(y_s)> / sqrt(k), s < r  ~ N(0, 1)  a release repeats or cancels another one, or something beside it
-        the sum of its squares over pairs             coordinates depend on each other, alike in all releases
+        the sum of its squares over pairs             coordinates depend on each other, alike in all releases; not of
+                                                      fewer than 64, of which its tails are heavier than those of chi2
         neighbours among the largest |x_ri| of r      a part of a release is another part in any order, with any signs
         coordinates with |x_ri| = |x_si|, s < r       a part of a release is the same part of one before it
 
@@ -448,10 +451,11 @@ class Noise:
         freedom = pairs / (1 + 2 * releases / (3 * k))
         variance = float((found**2).mean())
         tails = chi2.cdf(variance * freedom, freedom), chi2.sf(variance * freedom, freedom)
-        return (
+        checks = (
             Check("furthest projection of the noise on that of another release", furthest, 0.0, p),
             Check("variance of these projections", variance, 1.0, min(1.0, 2 * float(min(tails)))),
         )
+        return checks if k >= _FEWEST else checks[:1]
 
     def _count(self, products: npt.NDArray[np.float64]) -> Check:
         """The coordinate with which the noise of the count is correlated most."""

@@ -3,8 +3,9 @@
 An audit plays a run again, with new noise, coins and ledgers, and without the run's own secrets, through the
 functions that a run calls: `Site.join` and `Site.contribute` with unit record and owner
 (`simulations/audit/records.py`), and `server.run.run` over real sites, under masks if the plan has them, with unit site
-(`simulations/audit/sites.py`). The canaries are planted in the trainer that a site calls. The adversary sees the noised
-sums of each step or round; it is the strongest one that the claim covers and that needs no lie.
+(`simulations/audit/sites.py`) and for a question (`simulations/audit/questions.py`). The canaries are planted in the
+trainer that a site calls; in a question they are records. The adversary sees the noised sums of each step, round or
+answer; it is the strongest one that the claim covers and that needs no lie.
 
 It raises an alarm for two reasons:
 
@@ -51,6 +52,7 @@ from cloister.server.record.folder import RunFolder, SitesFolder
 from cloister.server.record.public import base_of, public_model
 from cloister.server.record.report import audit_row, most_charges
 from cloister.simulations.audit.audited import Audited, Progress, Streams
+from cloister.simulations.audit.questions import QuestionGame
 from cloister.simulations.audit.records import RecordGame
 from cloister.simulations.audit.rounds import Federation
 from cloister.simulations.audit.sites import SiteGame
@@ -75,7 +77,8 @@ def audit(
         folder: The run.
         canaries: Units record and owner: canaries; by default one for each coordinate, but at most 10,000 and at
             most 0.1 / delta (far above it Theorem 3.1 of the paper proves nothing). Unit site: honest sites' updates,
-            at least; by default so many that 500 updates are made. With correlated noise one for each site.
+            at least; by default so many that 500 updates are made. With correlated noise one for each site. A question:
+            its answers, each with one unit or without it; by default so many that sites make 500 vectors.
         steps: Units record and owner: the most local steps to take; by default all that a site of the run took. More
             steps than one round has are rounded down to whole rounds.
         confidence: Probability with which the reported bound is true; an alarm has its own.
@@ -91,7 +94,7 @@ def audit(
     _check_quiet(folder)
     coins = streams or NoiseStream.fresh
     noises = (lambda _who, _round: streams()) if streams else partial(noise_of, plan)
-    rounds = _rounds_paid_for(folder)
+    rounds = 1 if plan.question is not None else _rounds_paid_for(folder)
     site = _first_site(folder.plan, folder.sites)
     public = public_model(folder, lambda _event: None)
     base = base_of(plan, public)
@@ -102,7 +105,10 @@ def audit(
         shutil.rmtree(left, ignore_errors=True)
     with without_syncs(), tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder.path) as temporary:
         own = Path(temporary).absolute()
-        if terms.unit == "site":
+        if plan.question is not None:
+            question = QuestionGame(plan, terms, model, site, own)
+            found = question.audit(canaries, confidence, coins, noises, progress)
+        elif terms.unit == "site":
             sites = SiteGame(plan, terms, Federation(model, public, site), own)
             found = sites.audit(rounds, canaries, confidence, coins, noises, progress)
         else:
@@ -116,8 +122,6 @@ def audit(
 
 def _check(plan: Plan, canaries: int | None, steps: int | None, confidence: float) -> None:
     """Refuse what cannot be audited, and options that are out of range; as for `audit`."""
-    if plan.question is not None:
-        raise CloisterError("question", plan.question.kind, expected="none: no audit plays questions")
     if plan.privacy.unit == "none":
         raise CloisterError(
             "privacy.unit",
@@ -135,8 +139,8 @@ def _check(plan: Plan, canaries: int | None, steps: int | None, confidence: floa
         raise CloisterError("--confidence", confidence, expected="between 0 and 1")
     if canaries is not None and canaries < 1:
         raise CloisterError("--canaries", canaries, expected="1 or more")
-    if steps is not None and (steps < 1 or not plan.privacy.dpsgd):
-        expected = "1 or more, and only with privacy.unit = 'record' or 'owner'"
+    if steps is not None and (steps < 1 or not plan.privacy.dpsgd or plan.question is not None):
+        expected = "1 or more, and only in training with privacy.unit = 'record' or 'owner'"
         raise CloisterError("--steps", steps, expected=expected)
 
 

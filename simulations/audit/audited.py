@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy.stats import norm
 
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig
@@ -22,7 +24,8 @@ from cloister.lm.text.sequences import Sequences
 from cloister.lm.training.train import Trainer
 from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import Terms
-from cloister.privacy.audit.fit import Check, misfits
+from cloister.privacy.audit.fit import Check, misfits, problem
+from cloister.privacy.audit.lower_bounds import ALARM, distinguish
 from cloister.privacy.ledger.ledger import Ledger
 from cloister.privacy.mechanism.events import Event, from_json
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -78,6 +81,66 @@ class Audited:
     def alarm(self) -> bool:
         """Whether the claim is refuted, or a factor is not what was charged: wrong with probability 1e-4 at most."""
         return self.refuted or bool(misfits(self.checks))
+
+
+def judged(
+    scores: npt.NDArray[np.float64],
+    included: npt.NDArray[np.bool_],
+    deviation: float,
+    confidence: float,
+    what: str,
+    claimed: tuple[float, float],
+    delta: float,
+    checks: tuple[Check, ...],
+) -> Audited:
+    """The result of independent games, each with one target that is there or not by a fair coin.
+
+    The coins are guessed by a threshold of the scores that does not depend on them.
+
+    Args:
+        scores: (runs,): without the target of mean 0, with it of mean 1.
+        included: (runs,): the coins.
+        deviation: Claimed standard deviation of a score.
+        confidence: Confidence of the reported bound.
+        what: The games, in words.
+        claimed: Epsilon of one game, and that of the run.
+        delta: Delta of these epsilons.
+        checks: As in `Audited`.
+    """
+    runs, present = len(included), int(included.sum())
+    threshold, at_half_noise = _threshold(deviation, runs, delta, confidence)
+    said = scores > threshold
+    false_positives, false_negatives = int((said & ~included).sum()), int((~said & included).sum())
+    bound, refuting = (
+        distinguish(false_positives, runs - present, false_negatives, present, delta, level)
+        if 0 < present < runs
+        else 0.0
+        for level in (confidence, ALARM)
+    )
+    right = runs - false_positives - false_negatives
+    row = AuditRow(runs, runs, right, confidence, bound, claimed[0], what, refuting, problem(checks))
+    return Audited(what, row, *claimed, delta, at_half_noise, checks)
+
+
+def _threshold(deviation: float, runs: int, delta: float, confidence: float) -> tuple[float, float]:
+    """The threshold that gives the largest bound if the noise is half of the claimed, and that bound.
+
+    Args:
+        deviation: Claimed standard deviation of a score.
+        runs: Runs, with and without the target together.
+        delta: Delta of the claim.
+        confidence: Confidence of the bound.
+    """
+    half, each = deviation / 2, max(1, runs // 2)
+    candidates = 0.5 + np.linspace(-4, 4, 161) * max(half, 0.125)
+    best = (0.5, 0.0)
+    for threshold in candidates:
+        wrong = round(each * float(norm.sf(threshold / half)))
+        missed = round(each * float(norm.cdf((threshold - 1) / half)))
+        bound = distinguish(wrong, each, missed, each, delta, confidence)
+        if bound > best[1]:
+            best = (float(threshold), bound)
+    return best
 
 
 class TrainedBy(Resident, Generic[T]):

@@ -23,6 +23,7 @@ from cloister.aggregation.features.server_optimizer import ServerOptimizer
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.rotation import Floats
 from cloister.clients.network.serve import answered
+from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import SiteConfig
 from cloister.clients.site import Simulated, Site
 from cloister.lm.data.prepare import Prepared
@@ -65,10 +66,11 @@ class Released:
     """Whether the model after the round follows from the model before it and the noised sums."""
 
 
-class _Silent(NoiseStream):
+class Silent(NoiseStream):
     """The stream of a site that adds no noise."""
 
     def skellam(self, size: int, variance: float, offset: int = 0) -> npt.NDArray[np.int64]:
+        """As `NoiseStream.skellam`: zeros."""
         return np.zeros(size, np.int64)
 
 
@@ -100,7 +102,7 @@ class _GivenTrainer(Trainer):
         return LocalUpdate(self._turn.update.copy(), NOTICED, float(NOTICED))
 
 
-class _InProcess:
+class InProcess:
     """A `Channel` to sites in this process; every message goes through its bytes."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -109,11 +111,13 @@ class _InProcess:
         """What sites have told beside their names, signatures and vectors."""
 
     def nodes(self) -> Sequence[int]:
+        """As `Channel.nodes`."""
         return range(len(self._sites))
 
     def ask(
         self, requests: Mapping[int, Request], deadline_s: float, *, group: str
     ) -> Iterator[tuple[int, Reply | Failure]]:
+        """As `Channel.ask`."""
         for node, request in requests.items():
             frames = answered(partial(self._sites.__getitem__, node), encode(request), one_line)
             reply = reply_in(frames, node)
@@ -138,7 +142,7 @@ class _Member:
     def noise(self, number: int) -> NoiseStream:
         """The site's noise. It is asked for at the beginning of the site's turn."""
         self.turn.update = self.update(self.name, number)
-        return self.noises(self.name, number) if (self.name, number) in self.noised else _Silent.fresh()
+        return self.noises(self.name, number) if (self.name, number) in self.noised else Silent.fresh()
 
     def sequences(self) -> Prepared:
         """The site's records in the round."""
@@ -192,6 +196,53 @@ class _Watch:
         return np.array_equal(weights, self._kept.load(event.round).weights)
 
 
+def gathered(
+    folder: Path,
+    plan: Plan,
+    like: SiteConfig,
+    resident: Resident,
+    simulated: Callable[[str], Simulated],
+    data: Mapping[str, Path] | None = None,
+) -> tuple[Roster, list[Site]]:
+    """New sites with new identities and ledgers, each in a folder of its name.
+
+    Args:
+        folder: A new folder.
+        plan: The plan, to which each of them consents.
+        like: A site of the run.
+        resident: The process of all of them.
+        simulated: What a site is given, by its name.
+        data: The records of sites; None: the first site has those of `like`. The others have none.
+
+    Returns:
+        Their roster, and the sites in the order of their names.
+    """
+    names = [name_of(plan, index) for index in range(plan.cohort.sites)]
+    identities = {name: new_identity() for name in names}
+    roster = Roster.of(Card.of(name, key) for name, key in identities.items())
+    folder.mkdir()
+    save_roster(roster, folder / "roster.toml")
+    sites = []
+    for name in names:
+        identity = folder / name / "identity.pem"
+        config = house(
+            folder / name / "state",
+            like,
+            records=name == names[0] and data is None,
+            name=name,
+            identity=str(identity),
+            roster=str(folder / "roster.toml"),
+            roster_hash=roster.hash.hex(),
+            plan=plan.digest(),
+            secure=plan.aggregation.secure,
+        )
+        if data is not None and name in data:
+            config = config.model_copy(update={"data": str(data[name])})
+        save_identity(identities[name], identity)
+        sites.append(Site(config, resident, simulated=simulated(name)))
+    return roster, sites
+
+
 @dataclass(frozen=True)
 class Federation:
     """The sites of an audit."""
@@ -228,31 +279,15 @@ class Federation:
         Raises:
             EngineError: a round was not done.
         """
-        names = [name_of(plan, index) for index in range(plan.cohort.sites)]
-        identities = {name: new_identity() for name in names}
-        roster = Roster.of(Card.of(name, key) for name, key in identities.items())
-        folder.mkdir()
-        save_roster(roster, folder / "roster.toml")
-        turn, sites = _Turn(), []
+        turn = _Turn()
         resident = TrainedBy(partial(_GivenTrainer, turn=turn))
-        for name in names:
-            identity = folder / name / "identity.pem"
-            config = house(
-                folder / name / "state",
-                self.site,
-                records=name == names[0],
-                name=name,
-                identity=str(identity),
-                roster=str(folder / "roster.toml"),
-                roster_hash=roster.hash.hex(),
-                plan=plan.digest(),
-                secure=plan.aggregation.secure,
-            )
-            save_identity(identities[name], identity)
+
+        def simulated(name: str) -> Simulated:
             member = _Member(name, plan, turn, update, noised, noises)
-            simulated = Simulated(noise=member.noise, bases=folder, sequences=member.sequences, packages=True)
-            sites.append(Site(config, resident, simulated=simulated))
-        channel = _InProcess(sites)
+            return Simulated(noise=member.noise, bases=folder, sequences=member.sequences, packages=True)
+
+        roster, sites = gathered(folder, plan, self.site, resident, simulated)
+        channel = InProcess(sites)
         with RunFolder.create(folder / "run", plan) as out:
             kept = Checkpoints(out.checkpoints, self.model.layout, plan.server.keep_checkpoints)
             watch = _Watch(plan, kept, see)

@@ -40,23 +40,29 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.linalg import toeplitz
-from scipy.stats import norm
 
 from cloister.lm.model.layout import Vector
 from cloister.privacy.accounting.accountant import epsilon_of
 from cloister.privacy.accounting.terms import Terms, participation
-from cloister.privacy.audit.fit import Check, Noise, change, counted, problem
-from cloister.privacy.audit.lower_bounds import ALARM, distinguish
+from cloister.privacy.audit.fit import Check, Noise, change, counted
 from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.privacy.mechanism.correlated import Blt, sensitivity
 from cloister.privacy.mechanism.events import Event, Skellam
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.site_noise import SiteMechanism, noised_with
-from cloister.privacy.report.report import AuditRow
 from cloister.protocol.messages.cohort import draw_of
 from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan.plan import Plan
-from cloister.simulations.audit.audited import FAR, LENGTHS, Audited, Noises, Progress, Streams, played
+from cloister.simulations.audit.audited import (
+    FAR,
+    LENGTHS,
+    Audited,
+    Noises,
+    Progress,
+    Streams,
+    judged,
+    played,
+)
 from cloister.simulations.audit.rounds import Federation, Released, Samples
 from cloister.simulations.partition import name_of
 
@@ -220,6 +226,14 @@ class Sums:
         return sensitivity(self._blt, self._pattern)
 
 
+def honest_of(plan: Plan) -> int:
+    """Sites of a sum that add noise in the worst case: not those that may be missing, split off or lying."""
+    if plan.privacy.trusted_coordinator:
+        return plan.summed()[0]
+    sums = [(plan.threshold(n), plan.quorum(n)) for n in plan.summed()]
+    return min(found.smallest_part if found.splits else left - found.colluders for found, left in sums)
+
+
 @dataclass(frozen=True)
 class SiteGame:
     """Rounds of a run with canaries of its sites."""
@@ -240,7 +254,7 @@ class SiteGame:
         progress: Progress,
     ) -> Audited:
         """Play the rounds, guess the coins, and bound epsilon; arguments as in `simulations.audit.audit`."""
-        terms, honest = self.terms, self._honest()
+        terms, honest = self.terms, honest_of(self.plan)
         count = self.plan.run.rounds  # of correlated noise, all rounds are one game
         if participation(self.plan) is None:
             each = honest * self.plan.aggregation.groups
@@ -264,30 +278,11 @@ class SiteGame:
             counted("rounds whose model does not follow from the noised sums", seen.others, 0),
             counted("other values that sites have told", told, 0),
         )
-        scores, included = seen.scores(), np.array([game.included for game in games])
-        runs, present = len(games), int(included.sum())
-        threshold, at_half_noise = _threshold(law.multiplier, runs, terms.delta, confidence)
-        said = scores > threshold
-        false_positives, false_negatives = int((said & ~included).sum()), int((~said & included).sum())
-        bound, refuting = (
-            distinguish(false_positives, runs - present, false_negatives, present, terms.delta, level)
-            if 0 < present < runs
-            else 0.0
-            for level in (confidence, ALARM)
-        )
-        claimed = epsilon_of(events, terms.delta, terms.accountant)
-        what = f"{count} rounds of a run with {runs} updates of honest sites far beyond the clip or none"
-        right = runs - false_positives - false_negatives
-        row = AuditRow(runs, runs, right, confidence, bound, claimed, what, refuting, problem(checks))
-        return Audited(what, row, claimed, terms.epsilon(rounds), terms.delta, at_half_noise, checks)
-
-    def _honest(self) -> int:
-        """Sites of a sum that add noise in the worst case: not those that may be missing, split off or lying."""
-        plan = self.plan
-        if plan.privacy.trusted_coordinator:
-            return plan.summed()[0]
-        sums = [(plan.threshold(n), plan.quorum(n)) for n in plan.summed()]
-        return min(found.smallest_part if found.splits else left - found.colluders for found, left in sums)
+        included = np.array([game.included for game in games])
+        claimed = epsilon_of(events, terms.delta, terms.accountant), terms.epsilon(rounds)
+        what = f"{count} rounds of a run with {len(games)} updates of honest sites"
+        what += " far beyond the clip or none"
+        return judged(seen.scores(), included, law.multiplier, confidence, what, claimed, terms.delta, checks)
 
     def _played(self, rounds: int) -> Plan:
         """The plan with so many rounds; what the server does with means and counts is post-processing."""
@@ -386,24 +381,3 @@ def _cohorts(plan: Plan) -> list[list[str]]:
     return [
         list(group) for number in range(1, plan.run.rounds + 1) for group in draw.divided(everyone, number)
     ]
-
-
-def _threshold(deviation: float, runs: int, delta: float, confidence: float) -> tuple[float, float]:
-    """The threshold that gives the largest bound if the noise is half of the claimed, and that bound.
-
-    Args:
-        deviation: Claimed standard deviation of the noise, in clipping norms.
-        runs: Runs, with and without the canary together.
-        delta: Delta of the claim.
-        confidence: Confidence of the bound.
-    """
-    half, each = deviation / 2, max(1, runs // 2)
-    candidates = 0.5 + np.linspace(-4, 4, 161) * max(half, 0.125)
-    best = (0.5, 0.0)
-    for threshold in candidates:
-        wrong = round(each * float(norm.sf(threshold / half)))
-        missed = round(each * float(norm.cdf((threshold - 1) / half)))
-        bound = distinguish(wrong, each, missed, each, delta, confidence)
-        if bound > best[1]:
-            best = (float(threshold), bound)
-    return best

@@ -1,0 +1,299 @@
+"""Audits of questions: of honest code, which raise no alarm, and with a defect between plan and effect, which do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from cloister.cli.main import main
+from cloister.protocol.plan.soundness import Plan
+from cloister.server.record.folder import RunFolder
+from cloister.simulations.federation import lay_out
+from cloister.tests.simulations.audit.audited import (
+    NOISE,
+    RECORDS,
+    REPEATED,
+    REPEATS,
+    SPEED,
+    TWICE,
+    ran,
+    repeat_halves,
+)
+from cloister.tests.tools.mutants import UNCHARGED, Mutant
+
+WARDS = (
+    'kind = "histogram"\nfield = "ward"\nvalues = [' + ", ".join(f'"w{ward}"' for ward in range(24)) + "]\n"
+)
+AGES = 'kind = "histogram"\nfield = "age"\nedges = [0, 18, 65]\n'
+LENGTHS = 'kind = "histogram"\nfield = "ward"\nmeasure = "characters"\nedges = [1, 3]\n'
+MEAN = 'kind = "mean"\nfield = "age"\nrange = [0.0, 100.0]\n'
+EVALUATE = 'kind = "evaluate"\nfigures = ["confusion", "loss"]\n'
+WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = 8\nbuckets = 4096\n'
+AT_TWO_SITES = f"{WARDS}sites_of_owner = 2\n"
+MODEL = """[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+"""
+CLASSES = 'task = "classify"\nclasses = ["calm", "ill"]\nsequence_length = 16\nheld_out = 0.3\n'
+FEW = ("--canaries", "8")
+"""Answers of three sites."""
+NUMBERS = itertools.count()
+"""Of plans: terms are cached."""
+
+
+def question(path: Path, asks: str, unit: str = "owner") -> Path:
+    """A plan of a question to three sites of twenty patients each, as a file."""
+    path.mkdir(parents=True, exist_ok=True)
+    data = path / "patients.jsonl"
+    records = [
+        {"ward": f"w{bed % 30}", "age": bed, "patient": bed // 2, "text": f"bed {bed}", "label": "ill"}
+        for bed in range(120)
+    ]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    owner, evaluates = 'owner = "patient"\n' if unit == "owner" else "", asks == EVALUATE
+    plan = path / "question.toml"
+    plan.write_text(
+        f'[run]\nname = "question-{next(NUMBERS)}"\n[question]\n{asks}{MODEL if evaluates else ""}'
+        f"[data]\n{owner}{CLASSES if evaluates else ''}"
+        f'[privacy]\nunit = "{unit}"\nnoise_multiplier = 3.0\ndelta = 1e-6\n'
+        f'[cohort]\nsites = 3\n[simulation]\nsource = "{data}"\npartition = "iid"\n'
+    )
+    return plan
+
+
+def folder_of(plan_file: Path) -> Path:
+    """The folder of the question, as far as an audit reads it."""
+    plan, run = Plan.load(plan_file), plan_file.parent / "run"
+    with RunFolder.create(run, plan) as folder:
+        folder.sites.path.mkdir()
+        lay_out(plan, folder.sites.path)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asks", "unit"),
+    [
+        (WARDS, "record"),
+        (WARDS, "owner"),
+        (AGES, "owner"),
+        (LENGTHS, "record"),
+        (MEAN, "record"),
+        (MEAN, "owner"),
+        (EVALUATE, "record"),
+        (EVALUATE, "owner"),
+        (WORDS, "record"),
+        (WORDS, "owner"),
+        (AT_TWO_SITES, "owner"),
+    ],
+)
+def test_an_audit_of_an_honest_question_raises_no_alarm(
+    asks: str, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder_of(question(tmp_path, asks, unit))
+    code, found, err = ran(capsys, run, *FEW)
+    assert (code, err, found["alarm"]) == (0, "", False)
+    assert 0 < found["claimed"] == found["claimed_run"]
+    assert found["row"]["epsilon"] <= found["claimed"]
+    checks = {check["what"]: check for check in found["checks"]}
+    assert checks[CHANGE]["visible"] < 0.05, "a unit has moved the sum nearly as far as is charged"
+    assert checks[NOISE.removesuffix(": ")]["visible"] < 0.6
+    assert not list(run.glob("audit-*")), "the audit's own sites are removed"
+
+
+def test_a_question_is_audited_before_it_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = question(tmp_path, MEAN)
+    assert main(["audit", str(plan), "--canaries", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "played    2 answers of 3 sites, with or without one owner of site-000" in out
+    assert "would be found" in out
+    assert "no alarm: the claim is not refuted, which does not prove it" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"patients.jsonl", "question.toml"}
+
+
+def test_what_no_audit_of_a_question_plays_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = question(tmp_path, WARDS)
+    assert main(["audit", str(plan), "--steps", "3"]) == 2
+    assert "--steps" in capsys.readouterr().err
+    plan.write_text("[run]\nrounds = 2\n")
+    assert main(["audit", str(plan)]) == 2
+    assert "question: expected a plan with a [question]" in capsys.readouterr().err
+
+
+CHANGE, L1 = "what one unit changes in a sum, in steps", "the same, summed over the cells"
+PAID = "answers without the plan's charge in "
+AT_SITE, AT_COORDINATOR, OVER_RUNS = (
+    f"{PAID}{ledger}" for ledger in ("a site's ledger", "the coordinator's ledger", "a ledger over runs")
+)
+MULTIPLIER = "noise multiplier of the plan"
+FOLLOWS, TOLD = "answers that are not the noised sums", "other values that sites have told"
+
+UNIT_SUM, ENCODE, STEPS = (
+    f"privacy.mechanism.unit_sum:{name}" for name in ("unit_sum", "UnitSum.encode", "UnitSum.steps")
+)
+ANSWERED, ANSWER = "clients.training.ask:Asked.update", "task.code.answer(units)"
+OVER = "privacy.ledger.dataset:DatasetLedger"
+DRAWN, STREAM = "clients.site:Site._update", "self._simulated.noise(round_number)"
+CUT = "np.where(within, rounded, np.trunc(scaled))"
+TOUCHED = "len(part.at) <= self.shape.touched and ("
+ENCODED = "self.asked.encode(units, self.noise, vector[: self.layout.size])"
+CODE, SKELLAM = "aggregation.features.question:UnitCode.answer", 'noise.child("skellam")'
+PAY, CHARGED = (
+    "clients.consent.spending:Spending.pay",
+    "self._charge(plan, run, round_number, events)",
+)
+REPLACE = '__import__("dataclasses").replace'
+NO_NOISE = f"{REPLACE}(task.code, asked={REPLACE}(task.code.asked, variance=1e-6))"
+SMALLER = f"({REPLACE}(events[0], l2=events[0].l2 / 2),)"
+OWNERS = "lm.questions.question:by_unit"
+
+HALF = Mutant(ENCODE, "self.variance)", "self.variance / 4)")
+BY_RECORD = Mutant(OWNERS, 'plan.privacy.unit == "owner"', "False")
+UNPAID = Mutant(PAY, CHARGED, CHARGED.replace("events", "()"))
+NOT_OVER_RUNS = Mutant(PAY, "if self._shared is not None:", "if False:")
+ALL_WORDS = Mutant("lm.questions.vocabulary:_drawn", "len(words) <= most", "True")
+NOT_CUT = Mutant(STEPS, "norms > self.bound * (1 + _MARGIN)", "norms > np.inf")
+FIRST = [(HALF, NOISE), (BY_RECORD, CHANGE), (UNPAID, AT_SITE), (NOT_OVER_RUNS, OVER_RUNS)]
+LESS_NOISE = [
+    (Mutant(UNIT_SUM, "whole / honest,", "whole / honest / 2,"), NOISE),
+    (Mutant(UNIT_SUM, "Skellam(whole,", "Skellam(4 * whole,"), NOISE),
+    (Mutant("privacy.accounting.terms:_asked", "plan.honest()", "plan.cohort.size()"), NOISE),
+    (Mutant("privacy.accounting.terms:_asked", "unit_sum(noise,", "unit_sum(noise / 2,"), MULTIPLIER),
+    (
+        Mutant(
+            "protocol.plan.plan:Plan._honest", "self.quorum(n) - found.colluders", "2 * self.cohort.size()"
+        ),
+        NOISE,
+    ),
+    (
+        Mutant(ANSWERED, ANSWER, f"({NO_NOISE} if '/site-001/' in str(path) else task.code).answer(units)"),
+        NOISE,
+    ),
+    (Mutant(ENCODE, f"{SKELLAM}.skellam", "type(noise).from_declared_seed(1).skellam"), REPEATED),
+    (Mutant(DRAWN, STREAM, "NoiseStream.from_declared_seed(round_number)"), REPEATED),
+]
+"""Half of the noise, or of its variance, on the way to a vector; noise that counts on all sites, and none at one; the
+same at all sites, and in all answers."""
+OTHER_UNITS = [
+    (Mutant(OWNERS, "total / count", "total / count * (-1) ** len(owned)"), CHANGE),
+    (Mutant(OWNERS, "in owned.values()", "in [*owned.values()][:9]"), CHANGE),
+    (NOT_CUT, CHANGE),
+    (Mutant(STEPS, "* self.bound, scaled)", "* self.bound * 1.01, scaled)"), CHANGE),
+    (Mutant(STEPS, CUT, f"({CUT} + (scaled > 0))"), CHANGE),
+    (Mutant(ENCODE, "total +=", "total += 2 *"), CHANGE),
+]
+"""An owner that changes the vectors of others, or takes the place of one; vectors that are not cut, too long or rounded
+up beyond the bound, or counted twice."""
+LEAKS = [
+    (Mutant(CODE, ENCODED, f"units = list(units); {ENCODED}; vector[0] += sum(map(len, units))"), CHANGE),
+    (Mutant(ANSWERED, ANSWER, f"(made := {ANSWER}, made.__setitem__(0, made[0] + 1))[0]"), FOLLOWS),
+    (Mutant("clients.consent.admission:Admission.joined", SPEED, SPEED.replace("1.0", RECORDS)), TOLD),
+]
+"""Something leaves beside the noised sum: the number of units, a number, and that of the records."""
+CHARGES = [
+    (UNCHARGED, AT_SITE),
+    (Mutant(PAY, CHARGED, CHARGED.replace("events", SMALLER)), AT_SITE),
+    (Mutant(f"{OVER}._charge", "to_json(events)", f"to_json({SMALLER})"), OVER_RUNS),
+    (
+        Mutant("server.sum.spending:Spending._charge", "for site in sites", "for site in list(sites)[1:]"),
+        AT_COORDINATOR,
+    ),
+    (Mutant(UNIT_SUM, "shape.copies * l2, l1", "shape.copies * l2 / 2, l1"), CHANGE),
+    (Mutant(UNIT_SUM, "rounded_l1(l2, shape.touched)", "rounded_l1(l2, shape.touched) / 2"), L1),
+]
+"""No charge, or one for a smaller change than is made, in each ledger."""
+
+
+@pytest.mark.parametrize(
+    ("mutant", "found"),
+    [
+        *FIRST,
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (*LESS_NOISE, *OTHER_UNITS, *LEAKS, *CHARGES)
+        ),
+    ],
+    ids=str,
+)
+def test_an_answer_that_is_not_what_is_charged_raises_an_alarm(
+    mutant: Mutant,
+    found: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = folder_of(question(tmp_path, WARDS))
+    mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, *FEW)
+    assert (code, result["alarm"]) == (3, True)
+    assert found in result["row"]["problem"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asks", "mutants", "found"),
+    [
+        (MEAN, [NOT_CUT, Mutant(OWNERS, "total / count", "total")], CHANGE),
+        (MEAN, [BY_RECORD], CHANGE),
+        (EVALUATE, [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")], CHANGE),
+        (EVALUATE, [HALF], NOISE),
+        (WORDS, [ALL_WORDS, Mutant(ENCODE, TOUCHED, "(")], L1),
+        (AT_TWO_SITES, [Mutant(UNIT_SUM, "shape.copies * l2, l1", "l2, l1")], CHANGE),
+    ],
+    ids=str,
+)
+def test_other_kinds_are_audited(
+    asks: str,
+    mutants: list[Mutant],
+    found: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = folder_of(question(tmp_path, asks))
+    for mutant in mutants:
+        mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, "--canaries", "4" if asks == WORDS else "30")
+    assert (code, result["alarm"]) == (3, True)
+    assert found in result["row"]["problem"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        Mutant(OWNERS, "total / count", "total"),
+        Mutant("protocol.questions.histogram:Histogram.bound", "return 1.0", "return 0.5"),
+    ],
+    ids=str,
+)
+def test_a_longer_vector_that_is_cut_raises_no_alarm(
+    mutant: Mutant, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is wrong, and each unit is protected as is charged."""
+    run = folder_of(question(tmp_path, WARDS))
+    mutant.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, *FEW)
+    assert (code, result["alarm"]) == (0, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [how for how in REPEATS if how != "permuted"])
+def test_noise_that_repeats_inside_an_answer_raises_an_alarm(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second half of each site's noise is the first half again."""
+    run = folder_of(question(tmp_path, WARDS))
+    repeat_halves(monkeypatch, how)
+    code, result, _ = ran(capsys, run, *FEW)
+    assert code == 3
+    assert TWICE in result["row"]["problem"]
+    assert NOISE not in result["row"]["problem"]
