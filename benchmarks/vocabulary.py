@@ -97,11 +97,13 @@ def functions() -> Iterator[str]:
                 tree = ast.parse(source)
             except SyntaxError:
                 continue
+            lines = source.splitlines(keepends=True)
             for node in ast.walk(tree):
-                text = ast.get_source_segment(source, node) if isinstance(node, ast.FunctionDef) else None
-                if text and text not in seen:
-                    seen.add(text)
-                    yield text
+                if isinstance(node, ast.FunctionDef):
+                    text = "".join(lines[node.lineno - 1 : node.end_lineno])
+                    if text not in seen:
+                        seen.add(text)
+                        yield text
 
 
 def wrote(path: Path, texts: Iterable[str]) -> Path:

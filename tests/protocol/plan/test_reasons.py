@@ -32,6 +32,7 @@ OF_CALLERS = (
     "a plan with a question",
     "a plan with a [question]",
     "none: a question trains nothing",
+    "a table [data] with the classes",
     "0 or more",
     "2 to {LARGEST}",
     "2 to {min(sites, LARGEST)}",
