@@ -9,28 +9,34 @@ functions, and evaluated on others.
     python benchmarks/vocabulary.py [--json] [--functions N] [--vocab N] [--steps N] [--seeds N]
 
 Keys of the JSON: for each of `own`, `question` and `public`, `bits_per_byte` (medians over the seeds) and
-`bytes_per_token`; `epsilon`, `words` and `units` of the question; and `question_over_own` and `public_over_own`, the
-ratios of bits per byte.
+`bytes_per_token`; of the question `epsilon`, `units`, `words` that were found, `false` ones that no unit has,
+`needed`, the units of a word that is found as `plan check` says, the number of `frequent` words that more units have,
+and which part of those was found; and `question_over_own` and `public_over_own`, the ratios of bits per byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import json
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cloister.cli.main import main as cloister
+from cloister.lm.questions.vocabulary import split
 from cloister.lm.text.corpus import corpus_records
 from cloister.lm.text.tokenizer import train_tokenizer
+from cloister.privacy.accounting.terms import terms_of
 from cloister.protocol.plan.soundness import Plan
+from cloister.protocol.questions.registry import kind_of
 from cloister.server.record.folder import RunFiles, RunFolder
 from cloister.server.record.outcome import read_answer
 from cloister.simulations.federation import simulate
@@ -129,16 +135,36 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     source, other = wrote(folder / "sites.jsonl", texts), wrote(folder / "held.jsonl", held)
     question = folder / "question.toml"
     question.write_text(QUESTION.format(source))
-    if cloister(["ask", str(question), "--out", str(folder / "answer"), "--quiet"]):
-        sys.exit("the question was not answered")
+    with contextlib.redirect_stdout(sys.stderr):
+        if cloister(["ask", str(question), "--out", str(folder / "answer")]):
+            sys.exit("the question was not answered")
     words = ["tokenizer", "train", str(wrote(folder / "public.jsonl", public)), "--from-question"]
     settings = ["--vocab", str(arguments.vocab), "--out", str(folder / "question")]
-    if cloister([*words, str(folder / "answer"), *settings]):
-        sys.exit("no tokenizer was trained")
+    with contextlib.redirect_stdout(sys.stderr):
+        if cloister([*words, str(folder / "answer"), *settings]):
+            sys.exit("no tokenizer was trained")
     train_tokenizer(texts, "bpe", arguments.vocab).save_pretrained(folder / "own")
     train_tokenizer(public, "bpe", arguments.vocab).save_pretrained(folder / "public")
     files = RunFiles(folder / "answer")
-    found: dict[str, Any] = {"units": len(texts), "words": len(read_answer(files).figures), "epsilon": 4.0}
+    told = {each.name: each for each in read_answer(files).figures}
+    exact = Counter(word.decode() for text in texts for word in split(text, 0))
+    plan = Plan.load(question)
+    terms = terms_of(plan, 1)
+    assert terms is not None
+    assert terms.asked is not None
+    deviation = terms.asked.deviation(plan.cohort.size())
+    _, (_, needed) = kind_of(plan).expected(plan, deviation, len(texts))
+    frequent = {word for word, units in exact.items() if units > needed}
+    found: dict[str, Any] = {
+        "units": len(texts),
+        "epsilon": terms.epsilon(1),
+        "words": len(told),
+        "needed": needed,
+        "frequent": len(frequent),
+        "frequent_found": len(frequent & told.keys()) / len(frequent),
+        "false": len(told.keys() - exact.keys()),
+    }
+    print(found, file=sys.stderr, flush=True)
     size = sum(len(text.encode()) for text in held)
     for name in ("own", "question", "public"):
         from transformers import AutoTokenizer

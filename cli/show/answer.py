@@ -18,7 +18,7 @@ from cloister.protocol.questions.estimate import CLEAR, WITHIN, Estimate
 from cloister.server.record.folder import RunFiles, read_plan
 from cloister.server.record.outcome import ANSWER, outcome, read_answer
 
-_MOST = 200
+_MOST = 60
 """Figures that are printed."""
 _WIDTH = 16
 """Characters of the longest bar."""

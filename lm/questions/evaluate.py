@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cloister.lm.measures.entities import count
 from cloister.lm.model.model import LanguageModel, seeded
 from cloister.lm.model.passes import Forward
 from cloister.lm.model.writes import Kept
@@ -22,7 +23,7 @@ from cloister.lm.questions.question import Held
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.text.sequences import NOT_LEARNED, Sequences
 from cloister.lm.training.evaluate import to_device
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import Plan, QuestionSection
 from cloister.protocol.questions.kind import question_of
 from cloister.protocol.questions.registry import kind_of
 from cloister.protocol.questions.vectors import Vectors
@@ -46,8 +47,8 @@ class Scored(NamedTuple):
         return np.equal(self.found, self.wanted)
 
 
-Row = Callable[[Plan, Sequence[Scored]], Vectors]
-"""From what each model does on a row to the row's vector."""
+Unit = Callable[[Plan, Sequence[Sequence[Scored]]], Vectors]
+"""From what each model does on each row of a unit to the unit's vector; each row has a label."""
 
 
 def evaluate(plan: Plan, held: Held, models: tuple[LanguageModel, ...]) -> Iterator[Vectors]:
@@ -60,7 +61,7 @@ def compare(plan: Plan, held: Held, models: tuple[LanguageModel, ...]) -> Iterat
     return _units(plan, held, models, _compared)
 
 
-def _units(plan: Plan, held: Held, models: tuple[LanguageModel, ...], of_row: Row) -> Iterator[Vectors]:
+def _units(plan: Plan, held: Held, models: tuple[LanguageModel, ...], of_unit: Unit) -> Iterator[Vectors]:
     sequences, cells = held.prepared().held_out, kind_of(plan).count(plan)
     scorers = [_Scorer(plan, model, held.device) for model in models]
     assert sequences.starts is not None, "a question has units of records or owners"
@@ -68,9 +69,8 @@ def _units(plan: Plan, held: Held, models: tuple[LanguageModel, ...], of_row: Ro
         vector = np.zeros(cells)
         try:
             rows = [[scorer.row(sequences, row) for scorer in scorers] for row in range(begin, end)]
-            labelled = [(len(row[0].wanted), of_row(plan, row)) for row in rows if len(row[0].wanted)]
-            labels = sum(count for count, _ in labelled)
-            vector = sum((count / labels * each for count, each in labelled), vector)
+            if labelled := [row for row in rows if len(row[0].wanted)]:
+                vector = of_unit(plan, labelled)
         except Exception as error:  # models raise any type, and each would reveal that the unit is there
             _log.warning("a model fails on a unit, which counts as 0 and must stay at this site: %s", error)
         finally:
@@ -104,33 +104,66 @@ class _Scorer:
         return Scored(labels, found, float(losses) / len(labels))
 
 
-def _evaluated(plan: Plan, row: Sequence[Scored]) -> Vectors:
-    return np.concatenate([_of_model(plan, scored) for scored in row])
+def _evaluated(plan: Plan, rows: Sequence[Sequence[Scored]]) -> Vectors:
+    of_model = _entities if "entities" in question_of(plan).figures else _figures
+    return np.concatenate([of_model(plan, each) for each in zip(*rows, strict=True)])
 
 
-def _of_model(plan: Plan, scored: Scored) -> Vectors:
-    figures, made = question_of(plan).figures, np.ones(1)
-    if "confusion" in figures:
-        classes = len(plan.data.outcomes)
-        made = np.eye(classes * classes)[int(scored.wanted[0]) * classes + int(scored.found[0])]
-    elif "accuracy" in figures:
-        right = float(scored.right.mean())
-        made = np.array([right, 1 - right])
-    if "loss" in figures:
-        most = question_of(plan).most_loss
-        made = np.append(made, _cut(scored.loss, most, 0.0) / most)
-    return made
+def _figures(plan: Plan, rows: Sequence[Scored]) -> Vectors:
+    """What one model does, as the mean over the labels of all rows."""
+    question, outcomes = question_of(plan), len(plan.data.outcomes)
+
+    def of_row(scored: Scored) -> Vectors:
+        made = np.ones(1)
+        if "confusion" in question.figures:
+            made = np.eye(outcomes * outcomes)[int(scored.wanted[0]) * outcomes + int(scored.found[0])]
+        elif "accuracy" in question.figures:
+            right = float(scored.right.mean())
+            made = np.array([right, 1 - right])
+        return _with(made, scored.loss, 0.0, question)
+
+    return _mean([len(scored.wanted) for scored in rows], [of_row(scored) for scored in rows])
 
 
-def _compared(plan: Plan, row: Sequence[Scored]) -> Vectors:
-    one, other = row
-    better = float((one.right & ~other.right).mean())
-    worse = float((other.right & ~one.right).mean())
-    made = np.array([better, worse, 1 - better - worse])
-    if "loss" in question_of(plan).figures:
-        most = question_of(plan).most_loss
-        made = np.append(made, _cut(one.loss - other.loss, most, -most) / most)
-    return made
+def _entities(plan: Plan, rows: Sequence[Scored]) -> Vectors:
+    """The entities that one model has right, gives, and should give, in all rows; of more than count all are scaled
+    down, so that the unit keeps its precision and recall."""
+    types, most = len(plan.data.classes), question_of(plan).most_entities
+    tags = [(torch.from_numpy(scored.found)[None], torch.from_numpy(scored.wanted)[None]) for scored in rows]
+    counts = sum(
+        (count(found, wanted, types).double() for found, wanted in tags), torch.zeros(3 * types).double()
+    )
+    right, given, true = counts.reshape(types, 3).sum(0).tolist()
+    counted = min(1.0, most / max(given, true, 1.0))
+    beyond = min((1 - counted) * true / most, 1.0)
+    return np.array([*(counted * each / most for each in (right, given, true)), beyond])
+
+
+def _compared(plan: Plan, rows: Sequence[Sequence[Scored]]) -> Vectors:
+    question = question_of(plan)
+
+    def of_row(one: Scored, other: Scored) -> Vectors:
+        better = float((one.right & ~other.right).mean())
+        worse = float((other.right & ~one.right).mean())
+        made = np.array([better, worse, 1 - better - worse])
+        return _with(made, one.loss - other.loss, -question.most_loss, question)
+
+    return _mean([len(one.wanted) for one, _ in rows], [of_row(*row) for row in rows])
+
+
+def _mean(labels: Sequence[int], vectors: Sequence[Vectors]) -> Vectors:
+    """The mean of the vectors of rows, each with as much weight as it has labels."""
+    total = sum(labels)
+    mean: Vectors = np.sum(
+        [weight / total * each for weight, each in zip(labels, vectors, strict=True)], axis=0
+    )
+    return mean
+
+
+def _with(vector: Vectors, loss: float, least: float, question: QuestionSection) -> Vectors:
+    """A vector with a loss, if it is asked for."""
+    most = question.most_loss
+    return np.append(vector, _cut(loss, most, least) / most) if "loss" in question.figures else vector
 
 
 def _cut(value: float, most: float, least: float) -> float:

@@ -792,13 +792,17 @@ class QuestionSection(PlanSection):
     others: Annotated[tuple[str, ...], _MODELS] = ()
     """Further models, named as in `model.name`, with the tokens and labels of the first: one to `compare` with, or up
     to seven that are evaluated too. The noise then grows with the square root of their number."""
-    figures: Annotated[tuple[Literal["accuracy", "loss", "confusion"], ...], _MODELS] = ("accuracy",)
+    figures: Annotated[tuple[Literal["accuracy", "loss", "confusion", "entities"], ...], _MODELS] = (
+        "accuracy",
+    )
     """What an evaluation tells. `accuracy`: the share of a unit's labels that the model finds. `loss`: a unit's mean
     loss per label, that of each of its sequences cut at `most_loss`. `confusion`: of a classifier how often each class
-    was taken for each, which has the accuracy in it. With `loss` the noise of the others is sqrt(2) times as large at
-    the same epsilon."""
+    was taken for each, which has the accuracy in it. `entities`: precision, recall and F1 of the entities of
+    token-classify, alone. With `loss` the noise of the others is sqrt(2) times as large at the same epsilon."""
     most_loss: Annotated[Positive, _MODELS] = 10.0
     """Largest loss of a sequence that counts, in nats per label, or the largest difference of two; with `loss`."""
+    most_entities: Annotated[int, Field(ge=1, le=10**6), Only("question.kind", ("evaluate",))] = 16
+    """Entities of a unit that count, with `entities`; of more, all count less. The noise grows in proportion."""
     words: Annotated[int, Field(ge=1, le=4096), _VOCABULARY] = 64
     """Most different words of a unit that count, drawn from all of its words. The noise grows with its square root."""
     ngram: Annotated[int, Field(ge=0, le=8), _VOCABULARY] = 0

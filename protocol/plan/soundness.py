@@ -484,6 +484,9 @@ def _of_models(plan: Contract, question: QuestionSection) -> Iterator[tuple[str,
     if not figures or len(set(figures)) < len(figures) or {"accuracy", "confusion"} <= {*figures}:
         yield "question.figures", "one figure or more, each once; confusion has the accuracy in it", only
     several = any(" as " in name for name in plan.data.classes)
+    if "entities" in figures and (len(figures) > 1 or task != "token-classify" or question.kind == "compare"):
+        wanted = 'no "entities" but alone, in an evaluation with data.task = "token-classify"'
+        yield "question.figures", wanted, only
     if "confusion" in figures and (task != "classify" or several or question.kind == "compare"):
         wanted = 'no "confusion" but in an evaluation with data.task = "classify", and no " as " in the name of a class'
         yield "question.figures", wanted, only

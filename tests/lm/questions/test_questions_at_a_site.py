@@ -284,3 +284,41 @@ def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     changes = {"model.name": name, "model.config": {}, "question.others": [other], "question.kind": "compare"}
     with raises(ModelError, "question.others"):
         evaluated('["accuracy"]', CLASSES, "record", notes(20), changes)
+
+
+ENTITIES = 'task = "token-classify"\nclasses = ["drug", "name"]\n'
+
+
+def tagged(count: int) -> list[Record]:
+    """Texts with 1 to 4 entities."""
+    records = []
+    for number in range(count):
+        words = [f"w{number}"] + ["aspirin"] * (1 + number % 4)
+        text = " ".join(words)
+        starts = [len(" ".join(words[:at])) + 1 for at in range(1, len(words))]
+        spans = [{"start": start, "end": start + 7, "label": "drug"} for start in starts]
+        records.append({"text": text, "spans": spans, "patient": number // 3})
+    return records
+
+
+@pytest.mark.parametrize("unit", ["record", "owner"])
+@pytest.mark.parametrize("most", [1, 64])
+def test_entities_of_a_unit_are_counted_and_cut(unit: str, most: int) -> None:
+    """As an evaluation counts them, where they are few; of more all count less, and what is lost is told."""
+    changes = {"question.most_entities": most, "data.sequence_length": 64}
+    plan, made = evaluated('["entities"]', ENTITIES, unit, tagged(60), changes)
+    kind = kind_of(plan)
+    assert (made <= 1).all()
+    assert (np.linalg.norm(made, axis=1) <= kind.bound(plan)).all()
+    true = made[:, 2] * most + made[:, 3] * most
+    if most == 64:
+        assert not made[:, 3].any()
+        assert set(np.round(true)) <= set(range(1, 13))
+        assert (true == np.round(true)).all()
+        figures = {each.name: each.value for each in kind.figures(plan, made.sum(axis=0), 1e-9)}
+        right, given, wanted, _ = made.sum(axis=0)
+        assert figures["entity F1"] == pytest.approx(2 * right / (given + wanted))
+        assert figures["entities not counted"] == 0.0
+    else:
+        assert made[:, 1:3].max() == 1.0
+        assert made[:, 3].max() > 0
