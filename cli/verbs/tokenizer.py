@@ -17,8 +17,7 @@ from cloister.cli.options.shared_options import Parser, add_action, tell
 from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError, RunFolderError
 from cloister.protocol.machine.storage import check_empty, write_folder
-from cloister.protocol.plan.plan import Plan
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles
 
 
 def options(parser: Parser) -> None:
@@ -112,9 +111,9 @@ _MOST_WORDS = 2**22
 
 def _words(run: str) -> Iterator[str]:
     """The words of a vocabulary, each as often as its units, or in proportion."""
-    from cloister.server.record.outcome import read_answer
+    from cloister.server.record.outcome import private_plan, read_answer
 
-    plan = _private(run)
+    plan = private_plan(RunFiles(Path(run)))
     if plan.question is None or plan.question.kind != "vocabulary":
         raise RunFolderError(run, expected='the run of a question with question.kind = "vocabulary"')
     told = {each.name: each.value or 0.0 for each in read_answer(RunFiles(Path(run))).figures}
@@ -127,7 +126,9 @@ def _words(run: str) -> Iterator[str]:
 
 def _samples(run: str, count: int) -> Iterator[str]:
     """Texts of the model of a run."""
-    plan = _private(run)
+    from cloister.server.record.outcome import private_plan
+
+    plan = private_plan(RunFiles(Path(run)))
     if plan.question is not None or not plan.data.kind.writes:
         raise RunFolderError(run, expected="the run of a model that writes text")
     from cloister.lm.model.own import know
@@ -135,18 +136,6 @@ def _samples(run: str, count: int) -> Iterator[str]:
 
     know(plan)
     yield from samples(RunFiles(Path(run)).final, count)
-
-
-def _private(run: str) -> Plan:
-    """The plan of a finished run, of which what is told is private."""
-    from cloister.server.record.outcome import outcome
-
-    plan = read_plan(Path(run))
-    outcome(RunFiles(Path(run)))  # refuses a run that is not finished
-    if plan.privacy.unit == "none" or plan.simulation.noise_seed is not None:
-        wanted = "a run with a privacy unit and secret noise: a tokenizer shows words of the text that it learned from"
-        raise RunFolderError(run, expected=wanted)
-    return plan
 
 
 def check_public(file: Path, field: str) -> None:

@@ -22,6 +22,8 @@ from cloister.protocol.questions.vocabulary import LONGEST, cells_of, weights_of
 _log = logging.getLogger(__name__)
 _MOST_TEXT = 2**20
 """Characters of a text whose words count."""
+_PART = 2**16
+"""Characters that are cut into words together; a word at the end of a part is cut there."""
 _AT_ONCE = 512
 """Units whose cells are found together."""
 _SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,12 +47,10 @@ def _units(plan: Plan, held: Held) -> Iterator[set[bytes]]:
     """The words that count of each unit that has any."""
     question, owners = question_of(plan), dict[bytes, set[bytes]]()
     for owner, record in owned_records(plan, held):
-        words = _words_of(record, question)
         if plan.privacy.unit == "owner":
-            owners[owner] = _drawn(words | owners.get(owner, set()), question.words, owner)
-        elif words:
-            # Which words of a text are drawn follows from that text alone, and differs between texts.
-            yield _drawn(words, question.words, b"".join(sorted(words)))
+            owners[owner] = _words_of(record, question, owner, owners.get(owner, set()))
+        elif words := _words_of(record, question, None, set()):
+            yield words
     yield from filter(None, owners.values())
 
 
@@ -70,13 +70,28 @@ def split(text: str, ngram: int) -> set[bytes]:
     return {word for word in words if 0 < len(word) <= LONGEST and 0 not in word}
 
 
-def _words_of(record: Record, question: QuestionSection) -> set[bytes]:
+def _words_of(record: Record, question: QuestionSection, unit: bytes | None, words: set[bytes]) -> set[bytes]:
+    """The words of a unit that count, with those of a further record.
+
+    Args:
+        record: The record.
+        question: The question.
+        unit: By which words are drawn; None: by the text, so that it differs between texts.
+        words: Those of the records before.
+    """
     try:
         text = record.get(question.field)
-        return split(text[:_MOST_TEXT], question.ngram) if isinstance(text, str) else set()
+        if isinstance(text, str):
+            drawn = text.encode(errors="surrogatepass") if unit is None else unit
+            for begin in range(
+                0, min(len(text), _MOST_TEXT), _PART
+            ):  # so that a long text needs no more memory
+                words = _drawn(
+                    words | split(text[begin : begin + _PART], question.ngram), question.words, drawn
+                )
     except Exception as error:  # of any type, and each would reveal that the record is there
-        _log.warning("a record has no word that counts, which must stay at this site: %s", error)
-        return set()
+        _log.warning("words of a record do not count, which must stay at this site: %s", error)
+    return words
 
 
 def _drawn(words: set[bytes], most: int, unit: bytes) -> set[bytes]:

@@ -26,9 +26,10 @@ from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.messages.digest import vector_hash
+from cloister.protocol.plan.plan import Plan
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
-from cloister.server.record.folder import RunFiles, RunFolder
+from cloister.server.record.folder import RunFiles, RunFolder, read_plan
 from cloister.server.record.journal import Journal
 from cloister.server.record.phases import added
 from cloister.server.record.progress import Observer, Preparing
@@ -203,6 +204,22 @@ def read_answer(files: RunFiles) -> Answer:
         raise RunFolderError(
             str(path), expected=f"the answer of a finished question ({error})", fix=files.resume_command()
         ) from error
+
+
+def private_plan(files: RunFiles) -> Plan:
+    """The plan of a finished run, what came out of which is private.
+
+    Raises:
+        RunFolderError: the run is not finished, or has no guarantee.
+    """
+    plan = read_plan(files.path)
+    outcome(files)  # refuses a run that is not finished
+    if plan.privacy.unit == "none" or plan.simulation.noise_seed is not None:
+        raise RunFolderError(
+            str(files.path),
+            expected="a run with a privacy unit and secret noise: what is made from it shows its records",
+        )
+    return plan
 
 
 def finish(folder: RunFolder, observe: Observer) -> Outcome:

@@ -291,7 +291,7 @@ ENTITIES = 'task = "token-classify"\nclasses = ["drug", "name"]\n'
 
 def tagged(count: int) -> list[Record]:
     """Texts with 1 to 4 entities."""
-    records = []
+    records: list[Record] = []
     for number in range(count):
         words = [f"w{number}"] + ["aspirin"] * (1 + number % 4)
         text = " ".join(words)
