@@ -162,3 +162,31 @@ def test_no_text_and_no_such_vocabulary_are_one_line(
     said = lone_refusal(capsys, "tokenizer", "train", str(empty), *out, "--vocab", str(10**21))
     assert "expected from 258 to 16777216" in said
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+def test_a_tokenizer_learns_what_a_private_model_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing of a model without a guarantee."""
+    config = ("hidden_size=16", "intermediate_size=32", "num_hidden_layers=1", "num_attention_heads=2")
+    small = [
+        *("run.rounds=1", "cohort.sites=3", "local.steps=2", "simulation.durable=false"),
+        *(f"model.config.{each}" for each in (*config, "num_key_value_heads=2")),
+    ]
+    run, open_run = str(tmp_path / "run"), str(tmp_path / "open")
+    private = set_options([*small, "public.steps=60"])
+    done(capsys, "simulate", "private-code", *private, "--out", run, "--workers", "1")
+    train = ("tokenizer", "train", "--samples", "70", "--vocab", "300", "--from-model")
+    made = found(capsys, *train, run, "--out", str(tmp_path / "tokenizer"))
+    assert made["records"] == 70
+    assert made["characters"] > 70
+    assert 258 < made["vocabulary"] <= 300
+    again = found(capsys, *train, run, "--out", str(tmp_path / "again"))
+    assert again["bytes"] == made["bytes"]  # samples of one seed
+    done(capsys, "simulate", "not-private", *set_options(small), "--out", open_run, "--workers", "1")
+    said = lone_refusal(capsys, *train, open_run, "--out", str(tmp_path / "none"))
+    assert "privacy unit" in said
+    assert "--samples" in lone_refusal(
+        capsys, "tokenizer", "train", "--samples", "0", "--from-model", run, "--out", str(tmp_path / "none")
+    )
