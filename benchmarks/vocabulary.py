@@ -6,7 +6,7 @@ the public text is that of `builtin:python-docs`. A question asks eight sites fo
 and a third from the public text alone. With each a small model is trained in the same number of steps on the sites'
 functions, and evaluated on others.
 
-    python benchmarks/vocabulary.py [--json] [--functions N] [--vocab N] [--steps N] [--seeds N]
+    python benchmarks/vocabulary.py [--json] [--functions N] [--vocab N] [--steps N] [--length N] [--seeds N]
 
 Keys of the JSON: for each of `own`, `question` and `public`, `bits_per_byte` (medians over the seeds) and
 `bytes_per_token`; of the question `epsilon`, `units`, `words` that were found, `false` ones that no unit has,
@@ -68,11 +68,11 @@ num_hidden_layers = 3
 num_attention_heads = 4
 num_key_value_heads = 4
 [data]
-sequence_length = 128
+sequence_length = {length}
 held_out = 0.0
 [local]
 steps = {steps}
-batch_size = 16
+batch_size = {batch}
 learning_rate = 0.002
 optimizer_state = "keep"
 [cohort]
@@ -118,9 +118,31 @@ def wrote(path: Path, texts: Iterable[str]) -> Path:
     return path
 
 
-def trained(folder: Path, tokenizer: Path, source: Path, held_out: Path, steps: int, seed: int) -> float:
-    """Bits per byte of a model with a tokenizer."""
-    text = TRAINING.format(tokenizer=tokenizer, source=source, held_out=held_out, steps=steps)
+TOKENS = 2048
+"""Of a batch."""
+
+
+def trained(
+    folder: Path, tokenizer: Path, files: tuple[Path, Path], seed: int, arguments: argparse.Namespace
+) -> float:
+    """Bits per byte of a model with a tokenizer.
+
+    Args:
+        folder: A run folder.
+        tokenizer: The tokenizer's folder.
+        files: Records of the sites, and of the evaluation.
+        seed: Of the run.
+        arguments: Those of the command.
+    """
+    length, (source, held_out) = arguments.length, files
+    text = TRAINING.format(
+        tokenizer=tokenizer,
+        source=source,
+        held_out=held_out,
+        steps=arguments.steps,
+        length=length,
+        batch=TOKENS // length,
+    )
     with RunFolder.create(folder, Plan.parse(text, [f"run.seed={seed}"])) as made:
         simulate(made, lambda _event: None)
         return float(made.metrics()[-1]["bits_per_byte"])
@@ -172,7 +194,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder / name)
         tokens = sum(len(each) for each in tokenizer(held)["input_ids"])
         bits = [
-            trained(folder / f"run-{name}-{seed}", folder / name, source, other, arguments.steps, seed)
+            trained(folder / f"run-{name}-{seed}", folder / name, (source, other), seed, arguments)
             for seed in range(arguments.seeds)
         ]
         found[name] = {"bits_per_byte": median(bits), "all": bits, "bytes_per_token": size / tokens}
@@ -189,6 +211,7 @@ def main() -> int:
     parser.add_argument("--functions", type=int, default=60_000)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

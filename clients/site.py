@@ -179,6 +179,7 @@ class Site:
         """
         plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
+        demands.check_consent(plan, request.run)
         if not self._simulated.packages:
             demands.check_package(plan)
         demands.check_new(plan, request.run)

@@ -265,7 +265,7 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
                 expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
                 "under masks",
                 fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
-                "or continue this run with the next round",
+                "or continue this run with the next round, if there is one",
             )
         # A process that has done no round does not end a run well, whoever has lost its rounds.
         if lost == limit or (number == plan.run.rounds and first == begun):
@@ -274,8 +274,16 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
                 "given up",
                 expected="survivors that reveal their shares, totals that honest sites can have, and one history of "
                 "what sites carry",
-                fix="see above which sites did not, and repair them; the run continues with the next round",
+                fix="repair the sites that are named above; the run continues with the next round, if it has one",
             )
+    if not any(entry.step == steps.DONE and entry.detail.get("sites") for entry in party.journal.entries()):
+        # Where all rounds were lost before the process began, none is left that could say so.
+        raise QuorumError(
+            f"rounds 1 to {plan.run.rounds}",
+            "given up",
+            expected="at least one round with a sum",
+            fix="repair the sites, and start a new run",
+        )
     return last, ""
 
 

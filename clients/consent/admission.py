@@ -57,16 +57,14 @@ class Admission:
         """As whom the site takes part; None where no federation is installed."""
         return self._config.membership
 
-    def check_new(self, plan: Plan, run: str) -> None:
-        """Check a plan and a run that the site is asked to join, before any work for them.
+    def check_consent(self, plan: Plan, run: str) -> None:
+        """Check the consent to a plan that the site is asked to join. First of all: without it the coordinator learns
+        nothing else of the site.
 
         Raises:
             ConsentError: no consent to the plan is free for the run.
             PinnedError: the site has joined the run with another plan.
-            PolicyError, BudgetError: its policy does not allow it.
             PlanError: the plan sums in clear, which its configuration does not allow.
-            RosterError: its roster has not as many sites as the plan.
-            LedgerError: its ledger is damaged, lost or older.
         """
         self.check_secure(plan)
         try:
@@ -74,6 +72,15 @@ class Admission:
         except ConsentError:
             self._consents(plan).keep_offer(plan.digest(), plan.to_json())
             raise
+
+    def check_new(self, plan: Plan, run: str) -> None:
+        """Check a plan and a run that the site is asked to join, before any work for them.
+
+        Raises:
+            PolicyError, BudgetError: its policy does not allow it.
+            RosterError: its roster has not as many sites as the plan.
+            LedgerError: its ledger is damaged, lost or older.
+        """
         if plan.aggregation.secure:
             check_size(self.roster(), plan)
         self._spending.history()  # a site whose ledger is lost or older joins no run
@@ -85,13 +92,13 @@ class Admission:
 
         Raises:
             PolicyError: the site has no policy that lists it.
+            PlanError: its policy cannot be read.
             PackageError: it is absent, another one, or installed in place, where its files change unseen.
         """
         named = list(plan.registered())
         if not named:
             return
-        policy = load_policy(Path(self._config.policy)) if self._config.policy else Policy()
-        policy.check_package(plan)
+        (self.policy() or Policy()).check_package(plan)
         for field, name, pinned in named:
             package = name.partition(":")[0]
             if check(field, package, (pinned.version, pinned.sha256)).editable:

@@ -84,7 +84,9 @@ def of_records(
     for owner, record in owned_records(plan, held):
         try:
             vector = make(record)
-        except Exception as error:  # of any type, and each would reveal that the record is there
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of any type, and each would reveal that the record is there
             _log.warning("a record counts as none of the cells, which must stay at this site: %s", error)
             vector = otherwise
         yield owner, vector

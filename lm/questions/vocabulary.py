@@ -89,7 +89,9 @@ def _words_of(record: Record, question: QuestionSection, unit: bytes | None, wor
                 words = _drawn(
                     words | split(text[begin : begin + _PART], question.ngram), question.words, drawn
                 )
-    except Exception as error:  # of any type, and each would reveal that the record is there
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a tokenizer too: each would reveal that the record is there
         _log.warning("words of a record do not count, which must stay at this site: %s", error)
     return words
 

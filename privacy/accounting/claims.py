@@ -40,7 +40,9 @@ def unit(plan: Plan) -> str:
     if plan.privacy.unit == "site":
         return "everything that one site holds"
     if not of_sequences(plan):  # it reads the fields of whole records
-        owner = f"all records of one owner at one site, named by the field {plan.data.owner!r}"
+        sites = 1 if plan.question is None else plan.question.sites_of_owner
+        where = "one site" if sites == 1 else f"up to {sites} sites"
+        owner = f"all records of one owner at {where}, named by the field {plan.data.owner!r}"
         return owner if plan.privacy.unit == "owner" else f"one {thing(plan)}"
     return unit_in_words(plan.data, plan.privacy)
 
@@ -124,7 +126,8 @@ def relation(plan: Plan) -> str:
             "adding or removing all records of one site, which sends zeros in every coordinate if it has none"
         )
     if plan.privacy.unit == "owner":
-        return "adding or removing all records of one owner at one site"
+        sites = 1 if plan.question is None else plan.question.sites_of_owner
+        return f"adding or removing all records of one owner at {'one site' if sites == 1 else f'up to {sites} sites'}"
     return f"adding or removing one such {thing(plan)} at one site"
 
 
@@ -152,6 +155,7 @@ PROSE = Prose(
     participation=participation,
     thing=thing,
     in_steps=in_steps,
+    of_sequences=of_sequences,
     shared_noise=shared_noise,
     used=_used,
     NO_EVALUATION=NO_EVALUATION,

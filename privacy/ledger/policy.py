@@ -25,7 +25,7 @@ from cloister.protocol.questions.registry import of_sequences
 _MAIN = ModelSection().revision
 Unit = Literal["none", "record", "window", "owner", "site"]
 Scheme = Literal["full", "ffa-lora", "rolora", "lora"]
-QuestionKind = Literal["evaluate", "histogram", "mean"]
+QuestionKind = Literal["compare", "evaluate", "histogram", "mean", "vocabulary"]
 
 
 class Policy(Section):

@@ -803,11 +803,11 @@ class QuestionSection(PlanSection):
     """Largest loss of a sequence that counts, in nats per label, or the largest difference of two; with `loss`."""
     most_entities: Annotated[int, Field(ge=1, le=10**6), Only("question.kind", ("evaluate",))] = 16
     """Entities of a unit that count, with `entities`; of more, all count less. The noise grows in proportion."""
-    words: Annotated[int, Field(ge=1, le=4096), _VOCABULARY] = 64
+    words: Annotated[int, Field(ge=1, le=2730), _VOCABULARY] = 64
     """Most different words of a unit that count, drawn from all of its words. The noise grows with its square root."""
-    ngram: Annotated[int, Field(ge=0, le=8), _VOCABULARY] = 0
+    ngram: Annotated[int, Field(ge=0, le=5), _VOCABULARY] = 0
     """0: words are those of a tokenizer, with the space before them, of at most 16 bytes. Otherwise each so many
-    characters that follow each other are one, for a language without spaces."""
+    characters that follow each other are one, of at most 16 bytes too, for a language without spaces."""
     buckets: Annotated[int, Field(ge=2**12, le=2**20), _VOCABULARY] = 2**17
     """Cells of each of 24 rows, 4 bytes each in what a site sends. Take 40 for each word that is expected, or more."""
     sites_of_owner: Annotated[int, Field(ge=1, le=1000), Only("privacy.unit", ("owner",))] = 1

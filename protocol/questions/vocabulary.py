@@ -14,7 +14,7 @@ differ, and is charged once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,8 @@ LENGTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 """Bytes of the prefixes that have a table. The last is that of the longest word."""
 LONGEST = LENGTHS[-1]
 TABLES = len(LENGTHS) + 1
-"""With the table of words, the last one."""
+_OF_WORDS = TABLES - 1
+"""The table of words, the last one."""
 ROWS = 2
 OF_WORD, OF_PREFIX = 0.75, 0.375
 """What a word adds to its cell in a row: a prefix has at least the units of its words, and need not be certain."""
@@ -42,6 +43,8 @@ _FOLLOWED = 2**14
 """Most prefixes of a length that are followed: those with most units."""
 _TRIED = 2**20
 """Prefixes that are tried where any byte may come, of which few share the cells of others in both rows."""
+_MOST_TRIED = 2**21
+"""Prefixes of a length that are tried at most, whatever a lying site has put into the tables."""
 _ALIKE = 3.0
 """Deviations of their difference within which both rows are taken to tell the same number."""
 
@@ -164,8 +167,12 @@ class _Tables:
         following, found = np.zeros((256, 256), bool), list[tuple[bytes, float, float]]()
         for table, length in enumerate(LENGTHS):
             padded = np.pad(tried, ((0, 0), (0, LONGEST - length)))
-            cells = list(_by_table(padded, self._buckets))
-            seen, whole = self._units(cells[table], OF_PREFIX), self._units(cells[-1], OF_WORD)
+            cells = {
+                at: found
+                for at, found in enumerate(_by_table(padded, self._buckets))
+                if at in (table, _OF_WORDS)
+            }
+            seen, whole = self._units(cells[table], OF_PREFIX), self._units(cells[_OF_WORDS], OF_WORD)
             order = np.argsort(-seen.value, kind="stable")[:_FOLLOWED]
             followed = order[seen.clear(_least(len(tried)))[order]]
             for at in followed[whole.clear(CERTAIN)[followed]]:
@@ -198,7 +205,7 @@ def _longer(prefixes: Bytes, more: int, following: Mask) -> Bytes:
 
     That is any byte, or any two of those that are in a prefix that is certain; the second may be the end of the word.
     After the first `_TRIED` of such prefixes, many would only share the cells of others. Then it is a byte that is in
-    such a prefix, or two that have followed each other, and the byte before them, in one.
+    such a prefix, or two that have followed each other, and the byte before them, in one; `_MOST_TRIED` in all.
 
     Args:
         prefixes: P prefixes that have not ended, those with most units first.
@@ -206,14 +213,23 @@ def _longer(prefixes: Bytes, more: int, following: Mask) -> Bytes:
         following: Which byte has followed which in a prefix that is certain.
     """
     known = np.append(0, 1 + np.flatnonzero(np.logical_or(following.any(axis=0), following.any(axis=1))[1:]))
-    any_tails = np.arange(1, 256)[:, None] if more == 1 else _pairs(known[1:], lambda _: known)
+    ends = following.copy()
+    ends[:, 0] = True  # the end of a word
+    if more == 1:
+        any_tails = np.arange(1, 256)[:, None]
+    else:
+        any_tails = np.stack(np.meshgrid(known[1:], known, indexing="ij"), axis=-1).reshape(-1, 2)
     first = _TRIED // max(len(any_tails), 1)
-    parts = [_joined(prefixes[:first], any_tails)]
-    rest = prefixes[first:]
+    parts, rest = [_joined(prefixes[:first], any_tails)], prefixes[first:]
     for last in np.unique(rest[:, -1]).tolist():
         ones = known[1:] if more == 1 else 1 + np.flatnonzero(following[last, 1:])
-        tails = ones[:, None] if more == 1 else _pairs(ones, lambda one: _after(following, one))
-        parts.append(_joined(rest[rest[:, -1] == last], tails))
+        tails = ones[:, None]
+        if more == 2:
+            at, two = np.nonzero(ends[ones])
+            tails = np.stack([ones[at], two], axis=1)
+        mine = rest[rest[:, -1] == last]
+        most = _MOST_TRIED * len(mine) // (len(rest) * max(len(tails), 1))
+        parts.append(_joined(mine[:most], tails))
     return np.concatenate(parts)
 
 
@@ -221,13 +237,3 @@ def _joined(prefixes: Bytes, tails: Cells) -> Bytes:
     """Each prefix with each tail."""
     each = np.tile(tails.astype(np.uint8), (len(prefixes), 1))
     return np.concatenate([np.repeat(prefixes, len(tails), axis=0), each], axis=1)
-
-
-def _pairs(ones: Cells, twos: Callable[[int], Cells]) -> Cells:
-    """(N, 2): each byte with what may come after it."""
-    return np.array([(one, two) for one in ones.tolist() for two in twos(one)], np.int64).reshape(-1, 2)
-
-
-def _after(following: Mask, byte: int) -> Cells:
-    """What has followed a byte, or the end of the word."""
-    return np.append(0, 1 + np.flatnonzero(following[byte, 1:]))

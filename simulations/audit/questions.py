@@ -93,7 +93,7 @@ _TRIED = 1000
 _BEYOND = (-1e299, 1e299, "", " ".join(map(str, range(10_000))), None)
 """Values that are beyond the ends of a question, or none that it knows; a text of many words."""
 _MOST_SEEN = 2**22
-"""Samples of noise that are seen of an answer: those of the first sites."""
+"""Samples of noise that are seen of an answer: those of some sites, which take turns."""
 _LEDGERS = "in a site's ledger", "in the coordinator's ledger", "in a ledger over runs"
 _ROUNDED = 2.0**-22
 """Relative error of an answer: a mean in float32."""
@@ -171,7 +171,10 @@ class _Seen:
 
     def see(self, answer: _Answer) -> None:
         """Take an answer."""
-        noise = _signed(answer.sent - answer.bare)[: self._seen, : self._cells]
+        # Of many cells not all sites are seen in one answer, but each in turn.
+        turn = len(self.answers) * (self._seen < len(answer.sent))
+        seen = (np.arange(self._seen) + turn) % len(answer.sent)
+        noise = _signed(answer.sent - answer.bare)[seen, : self._cells]
         self._noise.see(noise.ravel() / self._deviation)
         self.scores.append(float(_total(answer.sent[: self._honest])[: self._cells] @ self._along))
         self.lengths.append(_lengths(_total(answer.bare)[: self._cells]))
