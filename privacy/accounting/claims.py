@@ -12,6 +12,7 @@ from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.accounting.terms import Terms, participation
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.protocol.plan.plan import (
+    AT_SITES,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
     DataSection,
@@ -111,8 +112,9 @@ def in_steps(plan: Plan) -> bool:
 
 
 def shared_noise(plan: Plan) -> bool:
-    """Whether the sites' noise covers their units only together."""
-    return plan.question is not None or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
+    """Whether the sites' noise covers their units only together, in all of the plan's sums or in some."""
+    of_units = plan.question is not None or bool(plan.charged_evaluations)
+    return of_units or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
 
 
 def relation(plan: Plan) -> str:
@@ -154,6 +156,7 @@ PROSE = Prose(
     in_steps=in_steps,
     shared_noise=shared_noise,
     used=_used,
+    AT_SITES=AT_SITES,
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )
