@@ -496,9 +496,11 @@ class Site:
     ) -> Written:
         """Evaluate the global model into a file: exact totals, or under a privacy unit, after the charge, the noised
         sum of the units' vectors."""
-        noise = self._charged(loaded, told.sum, tries)
-        if noise is None:
+        if loaded.sums.terms is None:
             return write_pieces(path, [(0, self._totals(loaded, weights))])
+        assert loaded.plan.charged_evaluations, "other evaluations under a privacy unit were refused"
+        noise = self._charged(loaded, told.sum, tries)
+        assert noise is not None, "there is a privacy unit"
         code = evaluation.code(loaded.sums, noise)
         return loaded.work.measured(code, weights, self._opener(loaded), path)
 

@@ -12,7 +12,7 @@ import json
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Spent
-from cloister.privacy.accounting.claims import mechanism, relation, shared_noise, thing, things, unit
+from cloister.privacy.accounting.claims import mechanism, relation, tells, thing, things, unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             noise = rounded_up(terms.noise_multiplier)  # typed back, it costs no more
             shown.say(f"noise multiplier {noise:.10g} for epsilon {target:g}", "bold")
         _say_epsilon(shown, cost, f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}")
-        if shared_noise(plan):
+        if tells(plan):
             own = against_all(terms, length)
             facts |= {"against_all_epsilon": own.epsilon}
             _say_epsilon(shown, own, "against the coordinator and all other sites together")

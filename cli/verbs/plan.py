@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.claims import relation, shared_noise, thing, unit
+from cloister.privacy.accounting.claims import relation, tells, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.mechanism.unit_sum import UnitSum
@@ -210,7 +210,7 @@ def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
         "delta": terms.delta,
         "relation": relation(plan),
     }
-    if shared_noise(plan):
+    if tells(plan):
         found["against_all_epsilon"] = against_all(terms, rounds).epsilon
     if terms.evaluated is not None:
         found["evaluations"] = len(terms.evaluated.due)
@@ -348,6 +348,6 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     if terms.evaluated is not None:
         many = f"{at_most(evaluations(terms))} at delta {terms.delta:g}"
         yield f"  {len(terms.evaluated.due)} evaluations by the sites alone", many
-    if shared_noise(plan):
+    if tells(plan):
         most = f"{at_most(against_all(terms, plan.run.rounds).epsilon)} at delta {terms.delta:g}"
         yield "  against the coordinator and all other sites together", most

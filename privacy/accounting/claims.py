@@ -21,6 +21,7 @@ from cloister.protocol.plan.plan import (
     PrivacySection,
 )
 from cloister.protocol.questions.registry import of_sequences
+from cloister.protocol.questions.within import question_within
 
 
 def thing(plan: Plan) -> str:
@@ -112,9 +113,13 @@ def in_steps(plan: Plan) -> bool:
 
 
 def shared_noise(plan: Plan) -> bool:
-    """Whether the sites' noise covers their units only together, in all of the plan's sums or in some."""
-    of_units = plan.question is not None or bool(plan.charged_evaluations)
-    return of_units or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
+    """Whether the sites' noise covers their units only together."""
+    return plan.question is not None or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
+
+
+def tells(plan: Plan) -> bool:
+    """Whether sites tell of their units by the mechanism of questions, in the whole run or in its evaluations."""
+    return plan.question is not None or bool(plan.charged_evaluations)
 
 
 def relation(plan: Plan) -> str:
@@ -152,6 +157,7 @@ PROSE = Prose(
     loss=loss,
     independent=Blt(),
     participation=participation,
+    question_within=question_within,
     thing=thing,
     in_steps=in_steps,
     shared_noise=shared_noise,

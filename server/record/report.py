@@ -1,13 +1,14 @@
 """The privacy report of a run, computed from its folder: the plan, the journal, the ledger and the metrics.
 
 The epsilon that is claimed is composed again from the ledger's charges at the plan's delta, and the ledger is checked
-against the plan and the journal: each charge must be the plan's cost of a round, each site in a sum must have been
-charged for it, and the epsilons in the journal must be those of the charges. If they disagree, the report says that the
-ledger does not verify and why, and `privacy/report/report.py` claims no guarantee.
+against the plan and the journal: each charge must be the plan's cost of a round, or of an evaluation by the sites that
+is due; each site in a sum must have been charged for it, and the epsilons in the journal must be those of the charges.
+If they disagree, the report says that the ledger does not verify and why, and `privacy/report/report.py` claims no
+guarantee.
 
-Because each charge is the plan's cost of a round, what a site has spent is a function of the number of its charges.
-It is composed again for at most `COMPOSED` numbers, the first and the last among them; for a number between, the
-journal's figure is taken if it lies between its neighbours, and composed again if it does not.
+So what a site has spent is a function of the numbers of its charges for rounds and for evaluations. Of the site with
+most charges it is composed again for at most `COMPOSED` numbers, the first and the last among them; for a number
+between, the journal's figure is taken if it lies between its neighbours, and composed again if it does not.
 
 If the plan names a ledger over runs (`privacy/ledger/dataset.py`), the report also states the epsilon of all runs
 together; without one it says that epsilon is that of this run alone.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -144,8 +145,14 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        released="models" if plan.question is None else "answer",
+        released=_released(plan),
     )
+
+
+def _released(plan: Plan) -> Literal["models", "models and evaluations", "answer"]:
+    if plan.question is not None:
+        return "answer"
+    return "models and evaluations" if plan.charged_evaluations else "models"
 
 
 # What it cost, by its ledgers

@@ -107,7 +107,8 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     """A plan like the run's, for an audit to play.
 
     It has no evaluations. So where the run's are charged, and where the number of rounds or steps changes, it has the
-    noise multiplier that the run claims instead of an epsilon to meet, and no budget. The learning rate's warm-up ends before its steps do.
+    noise multiplier that the run claims instead of an epsilon to meet, and no budget. The learning rate's warm-up ends
+    before its steps do.
 
     Args:
         plan: The run's plan.
