@@ -308,7 +308,7 @@ class Admission:
 def _asked(plan: Plan, terms: Terms | None) -> float:
     """The largest epsilon that the plan's question, or all of its evaluations together, may cost a site."""
     if terms is not None and terms.evaluated is not None:
-        return terms.evaluated.epsilon  # `Spending.pay` lets them cost no more
+        return terms.allowed_evaluations(plan.cohort.attempts)
     asks = terms is not None and plan.question is not None
     return terms.allowed(1, plan.cohort.attempts) if terms is not None and asks else math.inf
 

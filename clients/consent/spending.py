@@ -88,7 +88,8 @@ class Spending:
             self._check_pattern(plan, round_number, {charge.round for charge in alike})
             self._check_most("epsilon", terms, earlier, events, most)
             if purpose == EVALUATE and terms.evaluated is not None:
-                self._check_most("epsilon of the evaluations", terms, alike, events, terms.evaluated.epsilon)
+                limit = terms.allowed_evaluations(plan.cohort.attempts)
+                self._check_most("epsilon of the evaluations", terms, alike, events, limit)
 
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)

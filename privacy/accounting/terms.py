@@ -92,9 +92,24 @@ class Terms:
 
         Args:
             rounds: Rounds of the plan in which the site takes part.
-            again: How often it may train again an update that a crash has lost.
+            again: How often it may train again an update that a crash has lost, and how often it may evaluate again.
         """
-        return self.epsilon(rounds + again) if self.budget is None else self.budget
+        if self.budget is not None:
+            return self.budget
+        return epsilon_of(
+            self.events(rounds + again) + self._evaluated_again(again), self.delta, self.accountant
+        )
+
+    def allowed_evaluations(self, again: int) -> float:
+        """Largest epsilon of a site's evaluations in a run: what the plan states; without a budget, that of all of them
+        and some more, as in `allowed`."""
+        assert self.evaluated is not None, "they are charged"
+        if self.budget is not None:
+            return self.evaluated.epsilon
+        return epsilon_of(self._evaluated_again(again), self.delta, self.accountant)
+
+    def _evaluated_again(self, again: int) -> tuple[Event, ...]:
+        return self.evaluations + self.evaluations[:1] * again
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:

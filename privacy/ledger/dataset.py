@@ -258,7 +258,13 @@ class DatasetLedger:
         return self._cost([*history.events(self.dataset), *charges])
 
     def _charge(
-        self, run: str, round_number: int, site: str, times: int, events: Sequence[Event], purpose: Purpose = TRAIN
+        self,
+        run: str,
+        round_number: int,
+        site: str,
+        times: int,
+        events: Sequence[Event],
+        purpose: Purpose = TRAIN,
     ) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number
         where = (site,) if self._at_several_sites else ()
