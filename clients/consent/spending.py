@@ -86,10 +86,7 @@ class Spending:
             earlier = [entry.charge for entry in entries if entry.charge.run == run]
             alike = [charge for charge in earlier if charge.purpose == purpose]
             self._check_pattern(plan, round_number, {charge.round for charge in alike})
-            self._check_most("epsilon", terms, earlier, events, most)
-            if purpose == EVALUATE and terms.evaluated is not None:
-                limit = terms.allowed_evaluations(plan.cohort.attempts)
-                self._check_most("epsilon of the evaluations", terms, alike, events, limit)
+            self._check_room(terms, purpose, alike, events, plan.cohort.attempts, most)
 
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)
@@ -97,19 +94,42 @@ class Spending:
         charge = self._charge(plan, run, round_number, events, purpose)
         return self._noted(self._ledger.charge(charge, budget, check_run))
 
-    def _check_most(
-        self, what: str, terms: Terms, earlier: Sequence[Charge], events: Sequence[Event], most: float
+    def _check_room(
+        self,
+        terms: Terms,
+        purpose: Purpose,
+        alike: Sequence[Charge],
+        events: Sequence[Event],
+        again: int,
+        most: float,
     ) -> None:
-        """Check that further events cost together with earlier charges of a run what the plan allows.
+        """Check that one more contribution stays within what the plan allows.
+
+        Args:
+            terms: The plan's privacy.
+            purpose: Of the contribution.
+            alike: The earlier charges of the run for that purpose.
+            events: What the contribution costs.
+            again: As in `Terms.allowed`.
+            most: What that returned.
 
         Raises:
-            BudgetError: they cost more.
+            BudgetError: it does not.
         """
-        before = [event for charge in earlier for event in from_json(charge.event)]
-        spent = epsilon_of((*before, *events), terms.delta, terms.accountant)
+        reserved, name = terms.reserved(again), self._config.name
+        if purpose == EVALUATE:
+            if len(alike) >= len(reserved):
+                raise BudgetError(
+                    f"evaluations of {name} in this run",
+                    len(alike) + 1,
+                    expected=f"at most the {len(reserved)} that the plan allows for it",
+                )
+            return
+        before = [event for charge in alike for event in from_json(charge.event)]
+        spent = epsilon_of((*before, *events, *reserved), terms.delta, terms.accountant)
         if spent > most:
             raise BudgetError(
-                f"{what} of {self._config.name} in this run",
+                f"epsilon of {name} in this run",
                 spent,
                 expected=f"at most the {most:g} that the plan allows for it",
             )

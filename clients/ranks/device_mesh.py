@@ -64,13 +64,7 @@ def mesh_for(
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
         )
-    if plan.charged_evaluations:
-        raise ModelError(
-            "mesh",
-            mesh.degrees(),
-            expected=f"{_ALONE}, because with server.evaluation_epsilon one process puts each unit through the model",
-            fix="remove the site's mesh",
-        )
+    _check_evaluations(plan, mesh)
     if task_of(plan.data).auto.head and mesh.tensor > 1:
         raise ModelError(
             "mesh.tensor",
@@ -99,6 +93,17 @@ def mesh_for(
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def _check_evaluations(plan: Plan, mesh: Mesh) -> None:
+    """Refuse a mesh where one process must have the whole model."""
+    if plan.charged_evaluations:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because with server.evaluation_epsilon one process puts each unit through the model",
+            fix="remove the site's mesh",
+        )
 
 
 def _check_optimizer(plan: Plan, mesh: Mesh) -> None:

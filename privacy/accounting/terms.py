@@ -96,20 +96,19 @@ class Terms:
         """
         if self.budget is not None:
             return self.budget
-        return epsilon_of(
-            self.events(rounds + again) + self._evaluated_again(again), self.delta, self.accountant
-        )
+        return epsilon_of(self.events(rounds + again) + self.reserved(again), self.delta, self.accountant)
+
+    def reserved(self, again: int) -> tuple[Event, ...]:
+        """The most that a site's evaluations cost in a run; `again` as in `allowed`, without a budget only.
+
+        Training never spends it, and evaluations spend nothing else: how many of both there may be is fixed before the
+        run, whatever results decide.
+        """
+        return self.evaluations + self.evaluations[:1] * (again if self.budget is None else 0)
 
     def allowed_evaluations(self, again: int) -> float:
-        """Largest epsilon of a site's evaluations in a run: what the plan states; without a budget, that of all of them
-        and some more, as in `allowed`."""
-        assert self.evaluated is not None, "they are charged"
-        if self.budget is not None:
-            return self.evaluated.epsilon
-        return epsilon_of(self._evaluated_again(again), self.delta, self.accountant)
-
-    def _evaluated_again(self, again: int) -> tuple[Event, ...]:
-        return self.evaluations + self.evaluations[:1] * again
+        """Epsilon of that."""
+        return epsilon_of(self.reserved(again), self.delta, self.accountant)
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
@@ -133,6 +132,7 @@ def _terms(plan_json: str, dimension: int) -> Terms:
             noise = privacy.noise_multiplier
         else:
             assert privacy.target_epsilon is not None, "a sound plan has one of the two"
+            _check_target(privacy.target_epsilon, evaluated)
             least = calibrate(
                 privacy.target_epsilon,
                 privacy.delta,
@@ -157,21 +157,37 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         cost.asked,
         evaluated,
     )
-    if evaluated is not None and privacy.budget is not None:
-        _check_room(terms, plan.run.rounds, privacy.budget)
+    if evaluated is not None:
+        _check_room(terms, plan)
     return terms
 
 
-def _check_room(terms: Terms, rounds: int, budget: float) -> None:
-    """Refuse a budget that would end before the evaluations that were planned for."""
-    whole = terms.epsilon(rounds)
-    if not whole <= budget:
-        raise PlanError(
+def _check_target(target: float, evaluated: Evaluated | None) -> None:
+    if evaluated is not None and target <= evaluated.epsilon:
+        raise AccountingError(
+            "target_epsilon",
+            target,
+            expected=f"more than the {evaluated.epsilon:g} of server.evaluation_epsilon: it is for training and "
+            "evaluations together",
+            fix="raise it, or lower server.evaluation_epsilon",
+        )
+
+
+def _check_room(terms: Terms, plan: Plan) -> None:
+    """Refuse a budget that would end before the evaluations that were planned for.
+
+    Raises:
+        PlanError: the run costs more.
+    """
+    budget, whole = plan.privacy.budget, terms.epsilon(plan.run.rounds)
+    if budget is not None and not whole <= budget:
+        found = AccountingError(
             "privacy.budget",
             budget,
             expected=f"at least the {whole:.6g} that all rounds and all evaluations cost together",
             fix="raise it, add noise, take fewer rounds, or lower server.evaluation_epsilon",
         )
+        raise PlanError.of(found)
 
 
 def _rounded_up(noise: float) -> float:

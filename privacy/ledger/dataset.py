@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
@@ -65,7 +66,7 @@ class DatasetLedger:
         plan: A plan that names both.
 
     Raises:
-        PlanError: a question may have an owner at several sites.
+        PlanError: a question or an evaluation by the sites may have an owner at several of them.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -78,23 +79,17 @@ class DatasetLedger:
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
         if self._at_several_sites and plan.question is not None:
+            self._at_several_sites = False  # one charge is for all of them
             if plan.question.sites_of_owner < plan.cohort.size():
-                raise PlanError(
+                _refuse_copies(
                     "question.sites_of_owner",
                     plan.question.sites_of_owner,
-                    expected=f"{plan.cohort.size()}, the number of sites, with a ledger: in this division any of them "
-                    "may have records of an owner, and the vectors of all are in one sum",
-                    fix="set question.sites_of_owner so, or each owner at one site (simulation.field is data.owner)",
+                    f"{plan.cohort.size()}, the number of sites,",
+                    "set question.sites_of_owner so",
                 )
-            self._at_several_sites = False  # one charge is for all of them
-        if self._at_several_sites and plan.charged_evaluations:
-            raise PlanError(
-                "simulation.field",
-                simulation.field,
-                expected=f"{plan.data.owner}, the field of data.owner, in a natural division, with a ledger and "
-                "server.evaluation_epsilon: the vectors of an owner at several sites are in one sum",
-                fix='set simulation.partition = "natural" and simulation.field so, or remove evaluation_epsilon',
-            )
+        elif self._at_several_sites and plan.charged_evaluations:
+            field = "server.evaluation_epsilon"
+            _refuse_copies(field, plan.server.evaluation_epsilon, "no value", f"remove {field}")
 
     @classmethod
     def of(cls, plan: Plan) -> DatasetLedger | None:
@@ -315,3 +310,14 @@ class DatasetLedger:
         if not self.path.is_file():
             raise LedgerError(str(self.path), expected="the ledger of the dataset, which is missing")
         return read_history(self.path).of_owner(OWNER)
+
+
+def _refuse_copies(field: str, value: object, right: str, fix: str) -> NoReturn:
+    """Refuse the vectors of one owner at several sites in one sum, which charges of single sites do not cover."""
+    raise PlanError(
+        field,
+        value,
+        expected=f"{right} with a ledger: in this division any of the sites may have records of an owner, and the "
+        "vectors of all are in one sum",
+        fix=f"{fix}, or each owner at one site (simulation.field is data.owner)",
+    )

@@ -84,13 +84,12 @@ SLOWEST, FASTEST = 1e-6, 1e6
 
 
 _UNPROTECTED = "without effect it would suggest a protection that is not there"
-UNCHARGED = "it depends on the sites' own records, and no charge covers it"
+_UNCHARGED = "it depends on the sites' own records, and no charge covers it"
 EVALUATED = (
     f'set server.evaluation to a file of public records, to "{NO_EVALUATION}", or in a simulation to '
     f'"{SIMULATED_PUBLIC}" with simulation.public = 0.1'
 )
-CHARGED = f"set server.evaluation_epsilon, with privacy.unit record or owner; or {EVALUATED}"
-"""What to do under a privacy unit where sites would evaluate without a charge."""
+_CHARGED = f"set server.evaluation_epsilon, with privacy.unit record or owner; or {EVALUATED}"
 
 
 def _private(*units: str, required: str = "") -> Only:
@@ -100,10 +99,9 @@ def _private(*units: str, required: str = "") -> Only:
 
 def _uncharged(*when: Any, fix: str = "") -> Only:
     """The condition of a field, or of some of its values, that depends on the sites' own records: no privacy unit."""
-    return Only("privacy.unit", ("none",), when=when, because="charge", why=UNCHARGED, fix=fix)
+    return Only("privacy.unit", ("none",), when=when, because="charge", why=_UNCHARGED, fix=fix)
 
 
-_SHARED = "the noise that covers a unit is that of all sites together"
 _SECURE = Only("aggregation.secure", (True,))
 _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owner")
 _OF_SITES = _private("site")
@@ -751,6 +749,7 @@ class ServerSection(PlanSection):
     evaluation: Annotated[
         str,
         Field(min_length=1),
+        replace(_uncharged(AT_SITES, fix=_CHARGED), unless="server.evaluation_epsilon"),
         replace(_SYNC, when=(AT_SITES,), why="sites' evaluations wait for the slowest one", fix=EVALUATED),
     ] = AT_SITES
     """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`.
@@ -759,7 +758,7 @@ class ServerSection(PlanSection):
         Positive | None,
         _EVALUATION_OF_SITES,
         _DPSGD,
-        replace(_SECURE, because="charge", why=_SHARED),
+        _SECURE,
         Only("privacy.method", ("reference",)),
         Only("aggregation.groups", (1,)),
         Only("data.task", SCORED),
@@ -771,7 +770,7 @@ class ServerSection(PlanSection):
     evaluate_every: Annotated[Count, _EVALUATES] = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
     evaluation_sequences: Annotated[
-        Count | None, _EVALUATES, Only("server.evaluation_epsilon", (None,), because="charge", why=UNCHARGED)
+        Count | None, _EVALUATES, Only("server.evaluation_epsilon", (None,), because="charge", why=_UNCHARGED)
     ] = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
     sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;

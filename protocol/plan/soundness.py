@@ -23,15 +23,12 @@ from pydantic_core import PydanticUndefined
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan.plan import (
-    AT_SITES,
-    CHARGED,
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
     NO_EVALUATION,
     SCORED,
     SMALLEST_COHORT,
-    UNCHARGED,
     WIDEST_BALANCE,
     AdapterSection,
     CorrelatedSection,
@@ -191,9 +188,8 @@ def recorded(text: str | bytes) -> Contract:
 def refusals(plan: Contract) -> Iterator[Refusal]:
     """Why a plan is not sound; nothing if it is."""
     vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_buffer
-    asking = _of_question, _of_evaluation
-    training = _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
-    for check in (*vector, *asking, *training):
+    training = _of_question, _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
+    for check in (*vector, *training):
         yield from check(plan)
 
 
@@ -236,7 +232,7 @@ def _broken(plan: Contract, value: Any, default: Any, tags: Sequence[Only]) -> l
 
 
 def _holds(plan: Contract, tag: Only) -> bool:
-    return tag.holds(_value(plan, tag.field))
+    return tag.holds(_value(plan, tag.field)) or (bool(tag.unless) and _value(plan, tag.unless) is not None)
 
 
 def _causes(tags: Sequence[Only]) -> frozenset[str]:
@@ -504,27 +500,6 @@ def _of_models(plan: Contract, question: QuestionSection) -> Iterator[tuple[str,
             f'a question about a field with data.task = "{task}": what a model does on its units has no bound'
         )
         yield "question.kind", wanted, "ask a histogram or a mean"
-
-
-def _of_evaluation(plan: Contract) -> Iterator[Refusal]:
-    """Evaluations at the sites that no charge covers, or for which the whole run has no room."""
-    privacy, most = plan.privacy, plan.server.evaluation_epsilon
-    if plan.at_sites and privacy.unit != "none" and most is None and plan.question is None:
-        yield Refusal(
-            "server.evaluation",
-            f'another value; this one is only valid with privacy.unit = "none": {UNCHARGED}',
-            CHARGED,
-            "charge",
-            AT_SITES,
-        )
-    whole = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
-    if most is not None and whole is not None and most >= whole:
-        yield Refusal(
-            "server.evaluation_epsilon",
-            f"less than {whole:g}, the epsilon of training and evaluations together",
-            "lower it, or raise privacy.target_epsilon or privacy.budget",
-            "charge",
-        )
 
 
 def _of_records(plan: Contract) -> Iterator[Refusal]:

@@ -248,11 +248,7 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
         so_far[site] = so_far.get(site, Counter()) + Counter([entry.charge.event])
         until.append(so_far[site])
     at_done, evaluated = (_most_charges(entries, history.done, after) for after in (TRAIN, EVALUATE))
-    journaled = {
-        frozenset(most[0].items()): epsilon
-        for done, most in at_done.items()
-        if len(most) == 1 and (epsilon := history.done[done].get("epsilon")) is not None
-    }
+    journaled = _journaled(history, at_done)
     longest = max(mine.values(), key=len, default=[])  # the charges of the other sites begin alike
     compose.follow([entry.charge.event for entry in longest], journaled)
     problem = _unpaid(history, mine) or _contradiction(history, _largest(compose, at_done))
@@ -363,6 +359,15 @@ def _most_charges(
                 most = [other for other in most if not other <= mine] + [mine]
         found[number] = most
     return found
+
+
+def _journaled(history: RunHistory, most: Mapping[int, Sequence[Counter[str]]]) -> dict[_Charges, float]:
+    """The journal's epsilons of the most charges when rounds were done, where one site has them."""
+    return {
+        frozenset(charges[0].items()): epsilon
+        for done, charges in most.items()
+        if len(charges) == 1 and (epsilon := history.done[done].get("epsilon")) is not None
+    }
 
 
 def _largest(compose: _Composer, most: Mapping[int, Sequence[Counter[str]]]) -> dict[int, float | None]:
