@@ -39,7 +39,8 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import EVALUATE, NOTHING_CARRIED, TRAIN, Agree, Begin, Inbox
-from cloister.protocol.plan.plan import MeshSection
+from cloister.protocol.plan.plan import NO_EVALUATION, MeshSection
+from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, parse
 from cloister.protocol.plan.template import to_toml
 from cloister.protocol.questions.within import question_within
@@ -51,6 +52,7 @@ from cloister.server.record.progress import Evaluated, Event, RoundStarted, Site
 from cloister.server.record.report import gather
 from cloister.server.run import run
 from cloister.server.sum.spending import Spending
+from cloister.simulations.audit.audited import played
 from cloister.tests.clients.test_site import Attack
 from cloister.tests.parties.federation import RUN, TINY, Federation, tiny, whole, write_records
 from cloister.tests.tools.command import done, found, refusal, set_options
@@ -82,7 +84,7 @@ def plan_of(*settings: str) -> Plan:
     return parse(TINY, [*SETTINGS, *settings])
 
 
-def known(plan: Plan) -> Terms:
+def known(plan: Contract) -> Terms:
     terms = terms_of(plan, 1)
     assert terms is not None
     assert terms.evaluated is not None
@@ -95,16 +97,22 @@ def costs(entries: tuple[Entry, ...]) -> list[Cost]:
 
 def exact(federation: Federation, weights: npt.NDArray[np.float32]) -> Vectors:
     """The cells of the whole federation without noise."""
-    return np.sum([cells_of(federation, index, weights) for index in range(len(federation.names))], axis=0)
+    found: Vectors = np.sum(
+        [cells_of(federation, index, weights) for index in range(len(federation.names))], axis=0
+    )
+    return found
 
 
 def cells_of(federation: Federation, index: int, weights: npt.NDArray[np.float32]) -> Vectors:
     """The cells of one site without noise."""
     site, plan = federation.site(index), federation.plan
+    asked = question_within(plan)
     loaded = site._load(plan, b"")
     loaded.model.layout.scatter(weights, loaded.model.module)
     held = Held(lambda _unusable: iter(()), lambda: site._prepared(loaded), torch.device("cpu"))
-    return np.concatenate([*evaluate(question_within(plan), held, (loaded.model,))]).sum(axis=0)
+    units: Vectors = np.concatenate([np.asarray(each) for each in evaluate(asked, held, (loaded.model,))])
+    found: Vectors = units.sum(axis=0)
+    return found
 
 
 @pytest.fixture
@@ -489,6 +497,54 @@ def test_a_vector_that_is_made_again_is_charged_again_up_to_a_limit(
     assert epsilon_of(costs(federation.entries()), 1e-5, "rdp") <= known(federation.plan).allowed_evaluations(
         3
     )
+
+
+NOT_RESERVED = Mutant("clients.consent.spending:Spending._check_room", "*events, *reserved)", "*events)")
+
+
+def training_leaves_room(folder: Path) -> None:
+    """A site whose updates are lost again and again trains as often as the budget has room beside all evaluations."""
+    limit = known(plan_of()).epsilon(3) + 0.6
+    federation = Federation(folder, plan_of(f"privacy.budget={limit}", f"run.name=room-{next(NUMBERS)}"))
+    site, inbox = federation.joined(), Inbox(bytes(32), (), (), ())
+    trained = 0
+    with raises(BudgetError, "epsilon of site-000 in this run"):
+        while True:
+            site.contribute(federation.request(inbox=inbox))
+            trained += 1
+            for kept in run_folder(site.config.folder, RUN).glob("update-*"):
+                kept.unlink()
+    assert trained >= 3
+    for number in range(4):
+        evaluated(federation, number)
+    assert len(federation.entries()) == trained + 4
+    assert epsilon_of(costs(federation.entries()), 1e-5, "rdp") <= limit
+
+
+@pytest.mark.usefixtures("before_masks")
+def test_training_that_is_repeated_leaves_room_for_all_evaluations(tmp_path: Path) -> None:
+    training_leaves_room(tmp_path)
+
+
+@pytest.mark.usefixtures("before_masks")
+def test_without_that_reserve_the_budget_would_be_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NOT_RESERVED.plant(monkeypatch)
+    with pytest.raises(KILLED):
+        training_leaves_room(tmp_path)
+
+
+def test_an_audit_plays_the_training_with_its_own_noise() -> None:
+    target = {"privacy.noise_multiplier": None, "privacy.target_epsilon": 6.0}
+    plan = plan_of().changed(target)
+    terms = known(plan)
+    alone = played(plan, terms)
+    assert alone.server.evaluation == NO_EVALUATION
+    without = terms_of(alone, 1)
+    assert without is not None
+    assert without.evaluated is None
+    assert without.noise_multiplier == terms.noise_multiplier
 
 
 class Evaluating:
