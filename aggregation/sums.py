@@ -7,27 +7,20 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from cloister.aggregation.features import evaluation
 from cloister.aggregation.features.feature import Basis
-from cloister.aggregation.features.in_clear import LARGEST_LOSS, LOSS, TOKENS
 from cloister.aggregation.features.registry import layout_of
 from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.vector import masks
-from cloister.aggregation.vector.average import Counter, SumLayout
-from cloister.aggregation.vector.ring import Ring
+from cloister.aggregation.vector.average import SumLayout
 from cloister.lm.model.layout import Layout
 from cloister.lm.model.schedule import Schedule
-from cloister.lm.tasks.registry import task_of
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.cohort import Draw, draw_of
 from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
-
-CORRECT = "correct"
-
-_LARGEST_COUNT = 1 << 48
-"""Most tokens or bytes of a site's held-out records where the plan does not bound them."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +85,8 @@ class Sums(Basis):
 
     @cached_property
     def evaluation(self) -> SumLayout:
-        """The layout of an evaluation's sum: totals over the held-out records of a cohort, and the counters
-        of the plan's task."""
-        plan = self.plan
-        ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, plan.cohort.size())
-        sequences, most = plan.server.evaluation_sequences, _LARGEST_COUNT
-        if sequences is not None:  # otherwise no party knows how many records a site holds out
-            most = sequences * plan.data.most_labels
-        counters = [Counter(LOSS, LARGEST_LOSS), Counter(CORRECT, most), Counter(TOKENS, most)]
-        counters += [Counter(name, _LARGEST_COUNT) for name in task_of(plan.data).counters()]
-        return SumLayout(ring, 0, tuple(counters))
+        """The layout of an evaluation's sum, of all of a model (`features/evaluation.py`)."""
+        return evaluation.layout(self)
 
     def layout(self, purpose: Purpose) -> SumLayout:
         """The layout of a sum of that purpose, `train` or `evaluate`."""

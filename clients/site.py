@@ -18,10 +18,12 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from transformers import PreTrainedTokenizerBase
 
+from cloister.aggregation.features import evaluation
+from cloister.aggregation.features.evaluation import CORRECT
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
-from cloister.aggregation.sums import CORRECT, Sums
+from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
@@ -446,17 +448,17 @@ class Site:
         kept = self._kept.made(told.sum, facts, layout.length, layout.ring.dtype)
         if kept is not None:
             if loaded.sums.terms is not None:
-                self._spending.check_paid(told.sum.run, round_number)
+                self._spending.check_paid(told.sum.run, round_number, purpose)
             return kept
         if plan.aggregation.secure and self._attempts(loaded, told.sum).masked_in(round_number):
             raise StaleError(
-                f"update of round {round_number}",
+                f"{'update' if purpose == TRAIN else 'evaluation'} of round {round_number}",
                 expected="the one that this site has masked, which is lost: it makes no second one",
             )
 
         def write(path: Path) -> Written:
             if purpose == EVALUATE:
-                return write_pieces(path, [(0, self._totals(loaded, weights))])
+                return self._evaluated(loaded, told, weights, path, tries)
             update = partial(self._update, loaded, told, weights, orders, path, tries)
             if not plan.carries:
                 return update(None)
@@ -476,15 +478,8 @@ class Site:
         carry: Carry | None,
     ) -> Written:
         """Train the update of the round into a file, after the charge."""
-        plan, terms, round_number = loaded.plan, loaded.sums.terms, told.sum.round
-        noise = None
-        if terms is not None:
-            rounds, policy = self._demands(told.sum.run).rounds(plan), self._admission.policy()
-            paid = self._spending.pay(plan, terms, told.sum.run, round_number, rounds, policy)
-            if self._audit_log:
-                head = f"head of the ledger {paid.hash.hex()}"
-                self._audit_log.record(self._fact("charge", told.sum, head, tries))
-            noise = self._simulated.noise(round_number)
+        plan, round_number = loaded.plan, told.sum.round
+        noise = self._charged(loaded, told.sum, tries)
         rounding = self._seed(plan, "rounding", round_number, self._kept.rounding_key(told.sum.run))
         seed = (int.from_bytes(self._seed(plan, "training", round_number)[:16], "little"),)
         sums = loaded.sums.of_round(TRAIN, round_number)
@@ -496,6 +491,32 @@ class Site:
         started = self._clock()
         written = loaded.work.update(self._simulated.task(task), weights, path)
         return replace(written, seconds=self._clock() - started)
+
+    def _evaluated(
+        self, loaded: Loaded, told: Instructions, weights: Vector, path: Path, tries: int
+    ) -> Written:
+        """Evaluate the global model into a file: exact totals, or under a privacy unit, after the charge, the noised
+        sum of the units' vectors."""
+        if loaded.sums.terms is None:
+            return write_pieces(path, [(0, self._totals(loaded, weights))])
+        assert loaded.plan.charged_evaluations, "other evaluations under a privacy unit were refused"
+        noise = self._charged(loaded, told.sum, tries)
+        assert noise is not None, "there is a privacy unit"
+        code = evaluation.code(loaded.sums, noise)
+        return loaded.work.measured(code, weights, self._opener(loaded), path)
+
+    def _charged(self, loaded: Loaded, about: SumId, tries: int) -> NoiseStream | None:
+        """Charge the site's ledger for its part of a sum, durably. Returns the secret stream of that round, or None
+        without a privacy unit."""
+        plan, terms = loaded.plan, loaded.sums.terms
+        if terms is None:
+            return None
+        rounds, policy = self._demands(about.run).rounds(plan), self._admission.policy()
+        paid = self._spending.pay(plan, terms, about.run, about.round, rounds, policy, about.purpose)
+        if self._audit_log:
+            head = f"head of the ledger {paid.hash.hex()}"
+            self._audit_log.record(self._fact("charge", about, head, tries))
+        return self._simulated.noise(about.round)
 
     def _fact(self, what: What, about: SumId, detail: str, tries: int) -> Fact:
         return Fact(what, about.run, about.plan.hex(), about.round, tries, self.name, detail)

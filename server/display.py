@@ -114,7 +114,7 @@ def describe(event: progress.Event) -> str:
             return ", ".join(parts)
         case progress.Evaluated():
             found = ", ".join(_lines(EVALUATED, event.figures, "token"))
-            return f"round {event.round}: {found}"
+            return f"round {event.round}: {found or 'the noise hides what the sites have found'}"
         case progress.Step(what, done, of) if done % max(1, of // 10) == 0 or done == of:
             return f"{done} of {of} {what}"
         case progress.Finished(rounds=rounds):

@@ -293,7 +293,7 @@ def _exceeded(party: Party, number: int, sites: Sequence[str]) -> BudgetSpent | 
 
 
 def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
-    if not source:
+    if party.plan.at_sites:
         return at_sites(party)
     return nowhere if source == NO_EVALUATION else at_coordinator(party.plan, model, source)
 

@@ -249,7 +249,8 @@ def _check(folder: RunFolder, dataset: DatasetLedger | None, processes: int) -> 
     assert terms is not None, "a sound plan with a ledger has a privacy unit"
     history = run_history(folder) if reached(folder, DONE) else None
     names = [name_of(plan, index) for index in range(plan.cohort.size())]  # as many as one round draws
-    dataset.check(terms, history.run if history else "", history.summed if history else (), names)
+    released = (history.summed, tuple(history.evaluated)) if history else ((), ())
+    dataset.check(terms, history.run if history else "", released[0], names, released[1])
 
 
 def _check_memory(parameters: int, processes: int) -> None:
@@ -430,7 +431,7 @@ def lay_out(plan: Plan, folder: Path, given: Given | None = None) -> None:
 def public_sources(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """The fields of a plan for public records, each with its source, which may be empty, and the split of it."""
     yield "public.source", plan.public.source, plan.public.split
-    yield "server.evaluation", plan.server.evaluation, "train"
+    yield "server.evaluation", "" if plan.at_sites else plan.server.evaluation, "train"
 
 
 def _check_public_sources(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from cloister.lm.text.corpus import corpus_records, given_records
 from cloister.lm.text.examples import present
 from cloister.lm.text.records import Record, Records, read_records
 from cloister.protocol.errors import DataError
-from cloister.protocol.plan.plan import GIVEN, NO_EVALUATION, SIMULATED_PUBLIC, DataSection
+from cloister.protocol.plan.plan import AT_SITES, GIVEN, NO_EVALUATION, SIMULATED_PUBLIC, DataSection
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
 from cloister.server.record.folder import RunFiles
@@ -141,7 +141,7 @@ def check_apart(plan: Contract, given: Given, theirs: Iterable[Record]) -> None:
         "server.evaluation": (evaluation, "train"),
     }
     for field, (source, split) in sources.items():
-        if source in ("", NO_EVALUATION, SIMULATED_PUBLIC):
+        if source in ("", AT_SITES, NO_EVALUATION, SIMULATED_PUBLIC):
             continue
         records = given.public.get(field) or corpus_records(source, field=field, split=split).records
         _check(records, known, plan.data, field)

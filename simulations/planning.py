@@ -48,18 +48,26 @@ def rounded_up(noise: float) -> float:
 
 
 def cost(terms: Terms, rounds: int, group: int = 1) -> Spent:
-    """What so many rounds cost units that differ together."""
+    """What so many rounds, and all evaluations, cost units that differ together."""
     from cloister.privacy.accounting.accountant import spent
 
-    return spent(terms.events(rounds), terms.delta, terms.accountant, group=group)
+    return spent(terms.whole(rounds), terms.delta, terms.accountant, group=group)
 
 
 def against_all(terms: Terms, rounds: int) -> Spent:
-    """What so many rounds of a question cost against the coordinator and all other sites together."""
+    """What a question, or so many rounds and all evaluations, cost against the coordinator and all other sites
+    together."""
     from cloister.privacy.accounting.accountant import spent
     from cloister.privacy.accounting.trust import alone
 
-    return spent(alone(terms.events(rounds)).events, terms.delta, terms.accountant)
+    return spent(alone(terms.whole(rounds)).events, terms.delta, terms.accountant)
+
+
+def evaluations(terms: Terms) -> float:
+    """Epsilon of all evaluations of a run by its sites, without its training."""
+    from cloister.privacy.accounting.accountant import epsilon_of
+
+    return epsilon_of(terms.evaluations, terms.delta, terms.accountant)
 
 
 def terms_with(plan: Contract, **wanted: float | None) -> Terms:

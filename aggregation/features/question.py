@@ -17,6 +17,7 @@ from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.unit_sum import UnitSum
+from cloister.protocol.plan.plan import Plan
 from cloister.protocol.questions.vectors import Sparse, Vectors
 
 
@@ -30,10 +31,14 @@ def asked_of(basis: Basis) -> UnitSum:
 
 def layout(basis: Basis) -> SumLayout:
     """The cells, in steps of the mechanism, and the weight 1."""
-    plan, asked = basis.plan, asked_of(basis)
+    return layout_of(basis.plan, asked_of(basis))
+
+
+def layout_of(plan: Plan, asked: UnitSum) -> SumLayout:
+    """The cells of a mechanism, in its steps, and the weight 1."""
     bits, cohort = plan.aggregation.ring_bits, plan.cohort.size()
     bound = Ring(bits, 1.0, cohort).levels / asked.scale
-    return SumLayout(Ring(bits, bound, cohort), basis.parameters, (Counter(WEIGHT, 1, 1),))
+    return SumLayout(Ring(bits, bound, cohort), asked.shape.cells, (Counter(WEIGHT, 1, 1),))
 
 
 @dataclass(frozen=True)

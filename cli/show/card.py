@@ -23,7 +23,7 @@ from cloister.lm.tasks.registry import task_of
 from cloister.privacy.report.figures import at_most, scientific
 from cloister.privacy.report.report import LARGEST_EPSILON, RunReport, Verdict, verdict
 from cloister.privacy.report.summary import plain, several
-from cloister.protocol.plan.plan import SIMULATED_PUBLIC, Plan
+from cloister.protocol.plan.plan import AT_SITES, SIMULATED_PUBLIC, Plan
 from cloister.server.record.outcome import Outcome
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
@@ -70,7 +70,7 @@ def to_card(
         own_base: Whether an adapter's base lies in the folder.
     """
     evaluated_on = {
-        "": "held-out records of the sites",
+        AT_SITES: "held-out records of the sites",
         SIMULATED_PUBLIC: "records that the simulation gave to no site",
     }.get(plan.server.evaluation, _code(plan.server.evaluation))
     found = claim(report)

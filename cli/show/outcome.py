@@ -25,6 +25,7 @@ from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import QuestionsRow
 from cloister.protocol.errors import CloisterError, one_line
 from cloister.protocol.figure import finite
+from cloister.protocol.messages.messages import EVALUATE, TRAIN
 from cloister.protocol.plan.plan import DataSection
 from cloister.server.display import LineDisplay
 from cloister.server.record.folder import RunFolder
@@ -217,8 +218,9 @@ def _epsilon(folder: RunFolder, outcome: Outcome) -> float | None:
     if outcome.epsilon is None:
         return None
     try:
-        charged, most = most_charges(folder)
-        return outcome.epsilon if most <= charged else gather(folder.path).epsilon
+        counts = (most_charges(folder, purpose) for purpose in (TRAIN, EVALUATE))
+        counted = all(most <= charged for charged, most in counts)
+        return outcome.epsilon if counted else gather(folder.path).epsilon
     except CloisterError:  # a damaged ledger ends no run: the report says what it is worth
         return outcome.epsilon
 

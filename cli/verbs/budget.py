@@ -12,7 +12,7 @@ import json
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.accountant import Spent
-from cloister.privacy.accounting.claims import mechanism, relation, thing, things, unit
+from cloister.privacy.accounting.claims import mechanism, relation, tells, thing, things, unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.report.figures import at_most
 from cloister.privacy.report.report import meaning
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             noise = rounded_up(terms.noise_multiplier)  # typed back, it costs no more
             shown.say(f"noise multiplier {noise:.10g} for epsilon {target:g}", "bold")
         _say_epsilon(shown, cost, f"{cost.accountant} accountant{f': {cost.note}' if cost.note else ''}")
-        if plan.question is not None:
+        if tells(plan):
             own = against_all(terms, length)
             facts |= {"against_all_epsilon": own.epsilon}
             _say_epsilon(shown, own, "against the coordinator and all other sites together")
@@ -103,7 +103,7 @@ def _table(console: PipedConsole, plan: Plan, noised: list[Terms]) -> dict[str, 
     """Print a table by noise and rounds, those of a plan in its middle; its JSON."""
     length = plan.run.rounds
     lengths = sorted({max(1, length // 4), max(1, length // 2), length, 2 * length})
-    if plan.privacy.correlated is not None:  # whose noise is that of a whole run
+    if plan.privacy.correlated is not None or plan.charged_evaluations:  # whose noise is that of a whole run
         lengths = [length]
     title = f"epsilon at delta {plan.privacy.delta:g}, by rounds and noise multiplier"
     table = columns("rounds", *(f"{terms.noise_multiplier:g}" for terms in noised), title=title, left=0)

@@ -23,7 +23,7 @@ from cloister.lm.text.sources import overlap, places
 from cloister.protocol.errors import CloisterError, DataError, ModelError
 from cloister.protocol.machine.prerequisites import check_extra, size
 from cloister.protocol.machine.storage import check_empty, write_folder
-from cloister.protocol.plan.plan import NO_EVALUATION, DataSection, Plan
+from cloister.protocol.plan.plan import AT_SITES, NO_EVALUATION, DataSection, Plan
 from cloister.server.record.folder import RunFiles, trained_plan
 from cloister.server.record.history import run_history
 from cloister.simulations import given
@@ -187,7 +187,7 @@ def _sources(plan: Plan, files: RunFiles, arguments: argparse.Namespace) -> tupl
         both = (arguments.text, "train", plain.model_copy(update={"held_out": 0.1}))
         return both, both
     source = files.evaluated_on(plan)
-    if source in ("", NO_EVALUATION):
+    if source in (AT_SITES, NO_EVALUATION):
         raise DataError("--text", expected="public text, because the run evaluated no public records")
     measured_on = (source, "train", plan.data.model_copy(update={"held_out": 0.0}))
     if arguments.distil is None:

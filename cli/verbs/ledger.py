@@ -23,6 +23,7 @@ from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.ledger import Entry, History, read_history
 from cloister.privacy.mechanism.events import from_json
 from cloister.protocol.errors import LedgerError
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.server.record.folder import RunFiles
 
 _PARTS = {
@@ -130,7 +131,8 @@ def _dataset(history: History, name: str) -> dict[str, Any]:
             {
                 "run": run,
                 "entries": len(charged),
-                "rounds": sorted({entry.charge.round for entry in charged}),
+                "rounds": _of(charged, TRAIN),
+                "evaluations": _of(charged, EVALUATE),
                 **_epsilon(
                     spent([event for each in charged for event in from_json(each.charge.event)], delta)
                 ),
@@ -151,6 +153,19 @@ def _epsilon(spent: Spent) -> dict[str, Any]:
     """For JSON, which has no infinity: null means that there is no bound."""
     epsilon = spent.epsilon if math.isfinite(spent.epsilon) else None
     return {"epsilon": epsilon, "delta": spent.delta, "accountant": spent.accountant, "note": spent.note}
+
+
+def _of(charged: list[Entry], purpose: Purpose) -> list[int]:
+    """The rounds that were charged for a purpose."""
+    return sorted({entry.charge.round for entry in charged if entry.charge.purpose == purpose})
+
+
+def _charged(run: dict[str, Any]) -> str:
+    """What a run was charged for, in words."""
+    trained, evaluated = run["rounds"], len(run["evaluations"])
+    rounds = [_rounds(trained)] if trained else []
+    evaluations = [f"{evaluated} evaluation{'s' * (evaluated > 1)}"] if evaluated else []
+    return " and ".join(rounds + evaluations)
 
 
 def _rounds(numbers: list[int]) -> str:
@@ -174,7 +189,7 @@ def _print(history: History, datasets: list[dict[str, Any]]) -> None:
             cells = (
                 name,
                 run["run"],
-                _rounds(run["rounds"]),
+                _charged(run),
                 f"{run['entries']:,}",
                 rounded_up(run["epsilon"]),
                 f"{run['delta']:g}",

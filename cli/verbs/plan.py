@@ -19,9 +19,10 @@ from rich.text import Text
 
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
-from cloister.privacy.accounting.claims import relation, thing, unit
+from cloister.privacy.accounting.claims import relation, tells, thing, unit
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
+from cloister.privacy.mechanism.unit_sum import UnitSum
 from cloister.privacy.report.answer import SIZES
 from cloister.privacy.report.figures import at_most
 from cloister.protocol.errors import RunFolderError
@@ -34,7 +35,8 @@ from cloister.protocol.plan.plan import Plan, PrivacySection, SimulationSection
 from cloister.protocol.plan.template import to_toml
 from cloister.protocol.questions.estimate import CLEAR
 from cloister.protocol.questions.registry import kind_of
-from cloister.simulations.planning import against_all
+from cloister.protocol.questions.within import question_within
+from cloister.simulations.planning import against_all, evaluations
 
 if TYPE_CHECKING:
     from cloister.server.federation.cost import Cost, SecureCost
@@ -148,7 +150,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if plan.cohort.mode == "async":
             found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
         found |= asdict(secure) if secure else {}
-        if terms and terms.asked:
+        if terms and _asked(plan, terms):
             found["expected_errors"] = expected_errors(plan, terms)
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
@@ -159,7 +161,7 @@ def _check(arguments: argparse.Namespace) -> int:
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
     _print_cost(console, plan, sections)
-    if terms and terms.asked:
+    if terms and _asked(plan, terms):
         console.print(_of_answer(plan, terms))
     if not_used:
         console.say(f"records of the sites: {not_used}", "bold yellow")
@@ -208,8 +210,11 @@ def _privacy(plan: Plan, terms: Terms) -> dict[str, object]:
         "delta": terms.delta,
         "relation": relation(plan),
     }
-    if plan.question is not None:
+    if tells(plan):
         found["against_all_epsilon"] = against_all(terms, rounds).epsilon
+    if terms.evaluated is not None:
+        found["evaluations"] = len(terms.evaluated.due)
+        found["evaluations_epsilon"] = evaluations(terms)
     return found
 
 
@@ -289,9 +294,8 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
 def _of_answer(plan: Plan, terms: Terms) -> Table:
     """How far the figures of an answer will be off, by the noise alone, if all sites answer."""
     found = expected_errors(plan, terms)
-    table = columns(
-        "standard deviation by the noise", *(f"{units:,} units" for units in found), title="Answer"
-    )
+    title = "Answer" if plan.question else "Each evaluation by the sites, of so many held-out units in all"
+    table = columns("standard deviation by the noise", *(f"{units:,} units" for units in found), title=title)
     for name in next(iter(found.values())):
         errors = (found[units][name] for units in found)
         table.add_row(Text(name), *("not told" if error is None else f"{error:.2g}" for error in errors))
@@ -300,15 +304,23 @@ def _of_answer(plan: Plan, terms: Terms) -> Table:
 
 def expected_errors(plan: Plan, terms: Terms) -> dict[int, dict[str, float | None]]:
     """By the number of units of all sites together, the expected standard deviation of each figure by the noise."""
-    assert terms.asked is not None, "only a question has an answer"
-    deviation = terms.asked.deviation(plan.cohort.size())
+    question, mechanism = _asked(plan, terms) or (plan, None)
+    assert mechanism is not None, "only a question, or an evaluation by the sites, has an answer"
+    deviation = mechanism.deviation(plan.cohort.size())
     return {
         units: {
             name: error if math.isfinite(error) else None
-            for name, error in kind_of(plan).expected(plan, deviation, units)
+            for name, error in kind_of(question).expected(question, deviation, units)
         }
         for units in SIZES
     }
+
+
+def _asked(plan: Plan, terms: Terms) -> tuple[Plan, UnitSum] | None:
+    """The plan's question, or that of each of its evaluations by the sites, and its mechanism."""
+    if terms.asked is not None:
+        return plan, terms.asked
+    return None if terms.evaluated is None else (question_within(plan), terms.evaluated.mechanism)
 
 
 def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
@@ -331,7 +343,11 @@ def privacy_rows(plan: Plan, terms: Terms) -> Iterator[tuple[str, str]]:
     if terms.mechanism is not None and terms.mechanism.correlation is not None:
         yield _correlated(plan, terms.mechanism.correlation)
     spent = f"{at_most(terms.epsilon(plan.run.rounds))} at delta {terms.delta:g}"
-    yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds", spent
-    if plan.question is not None:
+    evaluated = "" if terms.evaluated is None else " and evaluations"
+    yield f"epsilon of one {thing(plan)} after all {plan.run.rounds} rounds{evaluated}", spent
+    if terms.evaluated is not None:
+        many = f"{at_most(evaluations(terms))} at delta {terms.delta:g}"
+        yield f"  {len(terms.evaluated.due)} evaluations by the sites alone", many
+    if tells(plan):
         most = f"{at_most(against_all(terms, plan.run.rounds).epsilon)} at delta {terms.delta:g}"
         yield "  against the coordinator and all other sites together", most

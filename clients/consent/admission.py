@@ -161,7 +161,7 @@ class Admission:
             raise StaleError(
                 "round", round_number, expected=f"one of {first} to {plan.run.rounds}, as the plan has"
             )
-        if purpose == EVALUATE and (plan.server.evaluation or not plan.evaluates(round_number)):
+        if purpose == EVALUATE and not (plan.at_sites and plan.evaluates(round_number)):
             raise StaleError(
                 f"evaluation of round {round_number}",
                 plan.server.evaluation,
@@ -176,16 +176,17 @@ class Admission:
         return draw.divided(names, about.round)[draw.group_of(self._config.name, names, about.round)]
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:
-        """Refuse an evaluation under a privacy unit: its totals would be a release without a charge.
+        """Refuse an evaluation under a privacy unit that has no epsilon: it would be a release without a charge.
 
         Raises:
-            PolicyError: the plan has a privacy unit.
+            PolicyError: the plan has a privacy unit, and charges no evaluations.
         """
-        if purpose == EVALUATE and plan.privacy.unit != "none":
+        if purpose == EVALUATE and plan.privacy.unit != "none" and not plan.charged_evaluations:
             raise PolicyError(
                 "evaluation at a site",
                 plan.privacy.unit,
-                expected="no privacy unit: losses on a site's records would be released without a charge",
+                expected="no privacy unit, or server.evaluation_epsilon: losses on a site's records would be released "
+                "without a charge",
             )
 
     def check_policy(self, plan: Plan, run: str, terms: Terms | None) -> None:
@@ -210,11 +211,13 @@ class Admission:
             noise = terms.noise_multiplier
             epsilon = self._spending.after(plan, terms, run, self.rounds(plan), policy.greatest_delta)
         pinned = self.roster().hash.hex() if self._config.roster else ""
-        asked = math.inf
-        if terms is not None and plan.question is not None:
-            asked = terms.allowed(1, plan.cohort.attempts)
         policy.check(
-            plan, noise=noise, epsilon=epsilon, cohort=plan.quorum(), roster_hash=pinned, asked=asked
+            plan,
+            noise=noise,
+            epsilon=epsilon,
+            cohort=plan.quorum(),
+            roster_hash=pinned,
+            asked=_asked(plan, terms),
         )
 
     def rounds(self, plan: Plan) -> int:
@@ -307,6 +310,14 @@ class Admission:
     def _consents(self, plan: Plan) -> Consents:
         """Those of the site to a plan, and to the other plans of its runs."""
         return consents_to(plan, self._config, self.policy() if plan.digest() != self._config.plan else None)
+
+
+def _asked(plan: Plan, terms: Terms | None) -> float:
+    """The largest epsilon that the plan's question, or all of its evaluations together, may cost a site."""
+    if terms is not None and terms.evaluated is not None:
+        return terms.allowed_evaluations(plan.cohort.attempts)
+    asks = terms is not None and plan.question is not None
+    return terms.allowed(1, plan.cohort.attempts) if terms is not None and asks else math.inf
 
 
 def consents_to(plan: Plan, config: SiteConfig, policy: Policy | None) -> Consents:

@@ -12,11 +12,12 @@ from cloister.privacy.accounting.accountant import composed, epsilon_of
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.dataset import DatasetLedger
-from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
+from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history, release_id
 from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.events import Event, from_json, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError, PolicyError, StaleError
 from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
 
@@ -33,9 +34,16 @@ class Spending:
         self._shared = dataset
 
     def pay(
-        self, plan: Plan, terms: Terms, run: str, round_number: int, rounds: int, policy: Policy | None
+        self,
+        plan: Plan,
+        terms: Terms,
+        run: str,
+        round_number: int,
+        rounds: int,
+        policy: Policy | None,
+        purpose: Purpose = TRAIN,
     ) -> Entry:
-        """Charge the site's ledger for a round, durably, before any record is used.
+        """Charge the site's ledger for a round, or for the evaluation of its model, durably, before a record is used.
 
         Training again, after a crash that lost the update, is another release and another charge. Correlated noise is
         charged for the whole run in the first round. Each later round has a charge without events: the record of the
@@ -48,12 +56,14 @@ class Spending:
             round_number: The round.
             rounds: Rounds of the plan that draw this site.
             policy: The site's demands.
+            purpose: Of the sum.
 
         Returns:
             The entry of the site's ledger.
 
         Raises:
-            StaleError: a later round is charged, so that the round's own update may have been released and removed.
+            StaleError: a later round of that purpose is charged, so that the round's own vector may have been released
+                and removed.
             BudgetError: the policy or the plan does not allow the charge; nothing was charged.
             PolicyError: with correlated noise, the round is too near another one of the site, or one too many.
         """
@@ -61,47 +71,84 @@ class Spending:
         if policy is not None and policy.greatest_epsilon is not None:
             budget = Budget(policy.greatest_epsilon, policy.greatest_delta or terms.delta)
         most = terms.allowed(rounds, plan.cohort.attempts)
-        rounds_paid = [entry.charge.round for entry in self._ledger.entries(run)]
+        rounds_paid = [
+            entry.charge.round for entry in self._ledger.entries(run) if entry.charge.purpose == purpose
+        ]
         if round_number < (newest := max(rounds_paid, default=0)):
             raise StaleError(
                 "round", round_number, expected=f"{newest} or later, because that round is charged already"
             )
-        events = terms.events(1, len(set(rounds_paid)))
+        events = terms.cost(purpose, len(set(rounds_paid)))
 
         def check_run(entries: tuple[Entry, ...]) -> None:
             """Check the plan's bounds on one run, which hold for every request of the coordinator."""
             self._check_newest(entries)
             earlier = [entry.charge for entry in entries if entry.charge.run == run]
-            self._check_pattern(plan, round_number, {charge.round for charge in earlier})
-            before = [event for charge in earlier for event in from_json(charge.event)]
-            spent = epsilon_of((*before, *events), terms.delta, terms.accountant)
-            if spent > most:
-                raise BudgetError(
-                    f"epsilon of {self._config.name} in this run",
-                    spent,
-                    expected=f"at most the {most:g} that the plan allows for it",
-                )
+            alike = [charge for charge in earlier if charge.purpose == purpose]
+            self._check_pattern(plan, round_number, {charge.round for charge in alike})
+            self._check_room(terms, purpose, alike, events, plan.cohort.attempts, most)
 
         if self._shared is not None:  # first: after a crash in between, the same charge is found there again
             times = rounds_paid.count(round_number)
-            self._shared.pay(run, round_number, self._config.name, times, events)
-        charge = self._charge(plan, run, round_number, events)
+            self._shared.pay(run, round_number, self._config.name, times, events, purpose)
+        charge = self._charge(plan, run, round_number, events, purpose)
         return self._noted(self._ledger.charge(charge, budget, check_run))
 
-    def check_paid(self, run: str, round_number: int) -> None:
-        """In a simulation with a ledger over runs, check that it still has the charge of a kept update.
+    def _check_room(
+        self,
+        terms: Terms,
+        purpose: Purpose,
+        alike: Sequence[Charge],
+        events: Sequence[Event],
+        again: int,
+        most: float,
+    ) -> None:
+        """Check that one more contribution stays within what the plan allows.
+
+        Args:
+            terms: The plan's privacy.
+            purpose: Of the contribution.
+            alike: The earlier charges of the run for that purpose.
+            events: What the contribution costs.
+            again: As in `Terms.allowed`.
+            most: What that returned.
+
+        Raises:
+            BudgetError: it does not.
+        """
+        reserved, name = terms.reserved(again), self._config.name
+        if purpose == EVALUATE:
+            if len(alike) >= len(reserved):
+                raise BudgetError(
+                    f"evaluations of {name} in this run",
+                    len(alike) + 1,
+                    expected=f"at most the {len(reserved)} that the plan allows for it",
+                )
+            return
+        before = [event for charge in alike for event in from_json(charge.event)]
+        spent = epsilon_of((*before, *events, *reserved), terms.delta, terms.accountant)
+        if spent > most:
+            raise BudgetError(
+                f"epsilon of {name} in this run",
+                spent,
+                expected=f"at most the {most:g} that the plan allows for it",
+            )
+
+    def check_paid(self, run: str, round_number: int, purpose: Purpose = TRAIN) -> None:
+        """In a simulation with a ledger over runs, check that it still has the charge of a kept vector.
 
         Raises:
             LedgerError, StorageError: it has not, or cannot be read.
         """
         if self._shared is not None:
-            self._shared.check_paid(run, round_number)
+            self._shared.check_paid(run, round_number, purpose)
 
     def after(self, plan: Plan, terms: Terms, run: str, rounds: int, delta: float | None) -> float:
         """Epsilon of the site's data at the end of the run, with everything that earlier runs have spent (`over_runs`).
 
         It is computed at several messages of a round, so the ledger is read once and not locked. Nothing is reserved:
-        `pay` checks again, in the transaction that charges.
+        `pay` checks again, in the transaction that charges. Each evaluation of the plan counts, also one that does not
+        draw this site.
 
         Args:
             plan: The plan.
@@ -115,8 +162,11 @@ class Spending:
             StorageError: it cannot be read.
         """
         history = self.history()
-        paid = len({entry.charge.round for entry in history.entries if entry.charge.run == run})
-        coming = [to_json(terms.events(rounds - paid, paid))] if rounds > paid else []
+        mine = [entry.charge for entry in history.entries if entry.charge.run == run]
+        paid = len({charge.round for charge in mine if charge.purpose == TRAIN})
+        evaluated = len({charge.round for charge in mine if charge.purpose == EVALUATE})
+        training = terms.events(rounds - paid, paid) if rounds > paid else ()
+        coming = [to_json(each) for each in (training, terms.evaluations[evaluated:]) if each]
         return composed([*history.events(self._config.data_name), *coming], delta or terms.delta)
 
     def history(self) -> History:
@@ -234,15 +284,18 @@ class Spending:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger(self._path, self._config.name, composed)
 
-    def _charge(self, plan: Plan, run: str, round_number: int, events: Sequence[Event]) -> Charge:
+    def _charge(
+        self, plan: Plan, run: str, round_number: int, events: Sequence[Event], purpose: Purpose
+    ) -> Charge:
         protected = unit(plan) if plan.privacy.dpsgd else "all data of the site"
+        trained = "update" if plan.question is None else "answer"
         return Charge(
-            id=f"{run}/{round_number}/{secrets.token_hex(8)}",
+            id=release_id(run, purpose, round_number, secrets.token_hex(8)),
             dataset=self._config.data_name,
             run=run,
             round=round_number,
             attempt=0,
-            what=f"{'update' if plan.question is None else 'answer'}, per {protected}",
+            what=f"{trained if purpose == TRAIN else 'evaluation'}, per {protected}",
             event=to_json(events),
             delta=plan.privacy.delta,
         )

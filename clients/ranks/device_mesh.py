@@ -46,7 +46,7 @@ def mesh_for(
     asked = [getattr(section, degree.name) for degree in fields(Mesh)]
     if any(asked):
         mesh = Mesh(*(degree or 1 for degree in asked))
-    elif len(here) > 1 and precision == "float32":
+    elif len(here) > 1 and precision == "float32" and not plan.charged_evaluations:
         everything, trained, _ = count_parameters(plan)
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in here)
         mesh = choose(len(here), memory, trained, everything - trained, private=plan.privacy.dpsgd)
@@ -64,6 +64,7 @@ def mesh_for(
             expected=f"{_ALONE}, because model.adapter.base_precision is '{precision}'",
             fix="remove the site's mesh",
         )
+    _check_evaluations(plan, mesh)
     if task_of(plan.data).auto.head and mesh.tensor > 1:
         raise ModelError(
             "mesh.tensor",
@@ -92,6 +93,17 @@ def mesh_for(
         devices = [f"cuda:{number}" for number in range(mesh.size)]
     mesh.check(len(devices), configuration(plan), plan.model.adapter.scheme)
     return mesh, devices[: mesh.size]
+
+
+def _check_evaluations(plan: Plan, mesh: Mesh) -> None:
+    """Refuse a mesh where one process must have the whole model."""
+    if plan.charged_evaluations:
+        raise ModelError(
+            "mesh",
+            mesh.degrees(),
+            expected=f"{_ALONE}, because with server.evaluation_epsilon one process puts each unit through the model",
+            fix="remove the site's mesh",
+        )
 
 
 def _check_optimizer(plan: Plan, mesh: Mesh) -> None:

@@ -52,5 +52,15 @@ class Asked:
         """
         raise PolicyError("evaluation at a site", "a question", expected="the question itself")
 
+    def measured(
+        self, code: UnitCode, weights: Vector, sequences: Callable[[], Prepared], path: Path
+    ) -> Written:
+        """Refused, as `held_out`.
+
+        Raises:
+            PolicyError: always.
+        """
+        raise PolicyError("evaluation at a site", "a question", expected="the question itself")
+
     def close(self) -> None:
         """As `Work.close`: there is none."""

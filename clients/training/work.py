@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cloister.aggregation.features.feature import Code
+from cloister.aggregation.features.question import UnitCode
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.vector.span import Piece, manifest_of
 from cloister.clients.state.attempt import Mask
@@ -25,6 +26,8 @@ from cloister.lm.data.prepare import Prepared
 from cloister.lm.model.layout import Layout, Vector
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.model.weights import Weights
+from cloister.lm.questions.evaluate import evaluate
+from cloister.lm.questions.question import Held
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.training.evaluate import held_out
@@ -34,6 +37,7 @@ from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import CloisterError, UpdateError
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.questions.within import question_within
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +106,18 @@ class Work(Protocol):
             plan: The plan.
             weights: The model, float32, shape (layout.size,).
             sequences: Opens the site's sequences; picklable.
+        """
+
+    def measured(
+        self, code: UnitCode, weights: Vector, sequences: Callable[[], Prepared], path: Path
+    ) -> Written:
+        """Write the noised sum of what a model does on each held-out unit into a file.
+
+        Args:
+            code: How the units' vectors are coded.
+            weights: As for `held_out`.
+            sequences: As for `held_out`.
+            path: The new file.
         """
 
     def close(self) -> None:
@@ -187,8 +203,24 @@ class Here:
         self.trainer.weights.place(weights)
         return held_out(plan, self.model, self.device, sequences())
 
+    def measured(
+        self, code: UnitCode, weights: Vector, sequences: Callable[[], Prepared], path: Path
+    ) -> Written:
+        """As `Work.measured`."""
+        self.trainer.weights.place(weights)
+        module, asked = self.model.module, question_within(self.trainer.plan)
+        held, training = Held(_no_records, sequences, self.device), module.training
+        try:
+            return write_pieces(path, [(0, code.answer(evaluate(asked, held, (self.model,))))])
+        finally:
+            module.train(training)
+
     def close(self) -> None:
         """As `Work.close`: there is none."""
+
+
+def _no_records(_: Unusable) -> Iterator[Record]:
+    raise AssertionError("an evaluation reads sequences")
 
 
 def masking(instructions: bytes, threads: int = 1) -> Mask:

@@ -24,3 +24,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("entity_f1", "F1 of entities", ".3f", better="higher"),
 )
 """The order in which they are shown."""
+
+UNITS = "held_out_units"
+"""The noised number of units in an evaluation by the sites of a private run; of metrics alone."""
+
+
+def noise_of(name: str) -> str:
+    """The name of the standard deviation of a figure's noise."""
+    return f"{name}_noise"

@@ -12,6 +12,7 @@ from cloister.privacy.accounting.prose import Prose
 from cloister.privacy.accounting.terms import Terms, participation
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.protocol.plan.plan import (
+    AT_SITES,
     NO_EVALUATION,
     SIMULATED_PUBLIC,
     DataSection,
@@ -20,6 +21,7 @@ from cloister.protocol.plan.plan import (
     PrivacySection,
 )
 from cloister.protocol.questions.registry import of_sequences
+from cloister.protocol.questions.within import question_within
 
 
 def thing(plan: Plan) -> str:
@@ -117,6 +119,11 @@ def shared_noise(plan: Plan) -> bool:
     return plan.question is not None or (plan.privacy.unit == "site" and not plan.privacy.trusted_coordinator)
 
 
+def tells(plan: Plan) -> bool:
+    """Whether sites tell of their units by the mechanism of questions, in the whole run or in its evaluations."""
+    return plan.question is not None or bool(plan.charged_evaluations)
+
+
 def relation(plan: Plan) -> str:
     """How neighbouring data sets differ: the words after `data sets that differ by`."""
     if plan.privacy.unit == "none":
@@ -153,11 +160,13 @@ PROSE = Prose(
     loss=loss,
     independent=Blt(),
     participation=participation,
+    question_within=question_within,
     thing=thing,
     in_steps=in_steps,
     of_sequences=of_sequences,
     shared_noise=shared_noise,
     used=_used,
+    AT_SITES=AT_SITES,
     NO_EVALUATION=NO_EVALUATION,
     SIMULATED_PUBLIC=SIMULATED_PUBLIC,
 )

@@ -17,13 +17,27 @@ from cloister.privacy.mechanism.events import CorrelatedGaussian, Event, Sampled
 from cloister.privacy.mechanism.site_noise import SiteMechanism, central, distributed
 from cloister.privacy.mechanism.unit_sum import Shape, UnitSum, unit_sum
 from cloister.protocol.errors import AccountingError, PlanError
+from cloister.protocol.messages.messages import TRAIN, Purpose
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.questions.kind import question_of
 from cloister.protocol.questions.registry import kind_of
+from cloister.protocol.questions.within import question_within
 
 _DIGITS = 4
 """Decimals to which a calibrated noise multiplier is rounded, upwards, so that all parties show the same."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluations of a run by its sites, which are charged."""
+
+    mechanism: UnitSum
+    """How the units' vectors are summed in each."""
+    due: tuple[int, ...]
+    """The rounds whose models are evaluated; 0 is the initial model."""
+    epsilon: float
+    """The largest epsilon of all of them together."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,17 @@ class Terms:
     """How updates are summed; unit `site` only."""
     asked: UnitSum | None = None
     """How the units' vectors are summed; a question only."""
+    evaluated: Evaluated | None = None
+    """How sites evaluate the run's models; None: they do not, or without a charge."""
+
+    @property
+    def evaluations(self) -> tuple[Event, ...]:
+        """What all evaluations of the run cost together."""
+        return () if self.evaluated is None else (self.evaluated.mechanism.event,) * len(self.evaluated.due)
+
+    def cost(self, purpose: Purpose, paid: int = 0) -> tuple[Event, ...]:
+        """What one more contribution to a sum costs a site that was charged for `paid` others of that purpose."""
+        return self.events(1, paid) if purpose == TRAIN else self.evaluations[:1]
 
     def events(self, rounds: int, paid: int = 0) -> tuple[Event, ...]:
         """What `rounds` more rounds cost a site that was charged for `paid` other rounds of the run.
@@ -53,18 +78,37 @@ class Terms:
             return self.round_events if rounds and not paid else ()
         return self.round_events * rounds
 
+    def whole(self, rounds: int) -> tuple[Event, ...]:
+        """What a run costs a site that takes part in `rounds` rounds and in all evaluations."""
+        return self.events(rounds) + self.evaluations
+
     def epsilon(self, rounds: int) -> float:
-        """Epsilon of a site that took part in `rounds` rounds."""
-        return epsilon_of(self.events(rounds), self.delta, self.accountant)
+        """Epsilon of a site that took part in `rounds` rounds and in all evaluations."""
+        return epsilon_of(self.whole(rounds), self.delta, self.accountant)
 
     def allowed(self, rounds: int, again: int) -> float:
-        """Largest epsilon of a site in a run: the budget; without one, that of all its rounds and some more.
+        """Largest epsilon of a site in a run: the budget; without one, that of all its rounds and some more, and of all
+        evaluations.
 
         Args:
             rounds: Rounds of the plan in which the site takes part.
-            again: How often it may train again an update that a crash has lost.
+            again: How often it may train again an update that a crash has lost, and how often it may evaluate again.
         """
-        return self.epsilon(rounds + again) if self.budget is None else self.budget
+        if self.budget is not None:
+            return self.budget
+        return epsilon_of(self.events(rounds + again) + self.reserved(again), self.delta, self.accountant)
+
+    def reserved(self, again: int) -> tuple[Event, ...]:
+        """The most that a site's evaluations cost in a run; `again` as in `allowed`, without a budget only.
+
+        Training never spends it, and evaluations spend nothing else: how many of both there may be is fixed before the
+        run, whatever results decide.
+        """
+        return self.evaluations + self.evaluations[:1] * (again if self.budget is None else 0)
+
+    def allowed_evaluations(self, again: int) -> float:
+        """Epsilon of that."""
+        return epsilon_of(self.reserved(again), self.delta, self.accountant)
 
 
 def terms_of(plan: Plan, dimension: int) -> Terms | None:
@@ -81,25 +125,28 @@ def _terms(plan_json: str, dimension: int) -> Terms:
     plan = soundness.recorded(plan_json)  # the caller has checked it
     privacy = plan.privacy
     times = 1 if privacy.correlated else plan.run.rounds  # correlated noise has one event for all rounds
+    evaluated = _evaluated(plan)
+    others = () if evaluated is None else (evaluated.mechanism.event,) * len(evaluated.due)
     try:
         if privacy.noise_multiplier is not None:
             noise = privacy.noise_multiplier
         else:
             assert privacy.target_epsilon is not None, "a sound plan has one of the two"
+            _check_target(privacy.target_epsilon, evaluated)
             least = calibrate(
                 privacy.target_epsilon,
                 privacy.delta,
-                lambda z: _round(plan, z, dimension).events * times,
+                lambda z: _round(plan, z, dimension).events * times + others,
                 privacy.accountant,
             )
-            noise = math.ceil(least * 10**_DIGITS) / 10**_DIGITS
+            noise = _rounded_up(least)
         cost = _round(plan, noise, dimension)
     except AccountingError as error:
         field = error.field if error.field.startswith(("privacy.", "question.")) else f"privacy.{error.field}"
         raise PlanError.of(error, field) from error
     assert privacy.unit != "none"
     budget = privacy.budget if privacy.target_epsilon is None else privacy.target_epsilon
-    return Terms(
+    terms = Terms(
         privacy.unit,
         noise,
         privacy.delta,
@@ -108,7 +155,64 @@ def _terms(plan_json: str, dimension: int) -> Terms:
         privacy.accountant,
         cost.mechanism,
         cost.asked,
+        evaluated,
     )
+    if evaluated is not None:
+        _check_room(terms, plan)
+    return terms
+
+
+def _check_target(target: float, evaluated: Evaluated | None) -> None:
+    if evaluated is not None and target <= evaluated.epsilon:
+        raise AccountingError(
+            "target_epsilon",
+            target,
+            expected=f"more than the {evaluated.epsilon:g} of server.evaluation_epsilon: it is for training and "
+            "evaluations together",
+            fix="raise it, or lower server.evaluation_epsilon",
+        )
+
+
+def _check_room(terms: Terms, plan: Plan) -> None:
+    """Refuse a budget that would end before the evaluations that were planned for.
+
+    Raises:
+        PlanError: the run costs more.
+    """
+    budget, whole = plan.privacy.budget, terms.epsilon(plan.run.rounds)
+    if budget is not None and not whole <= budget:
+        found = AccountingError(
+            "privacy.budget",
+            budget,
+            expected=f"at least the {whole:.6g} that all rounds and all evaluations cost together",
+            fix="raise it, add noise, take fewer rounds, or lower server.evaluation_epsilon",
+        )
+        raise PlanError.of(found)
+
+
+def _rounded_up(noise: float) -> float:
+    return math.ceil(noise * 10.0**_DIGITS) / 10.0**_DIGITS
+
+
+def _evaluated(plan: Plan) -> Evaluated | None:
+    """The evaluations of a run, with the least noise by which all of them together cost what the plan states.
+
+    Raises:
+        PlanError: no noise does, or the ring has no room for it.
+    """
+    most, due = plan.server.evaluation_epsilon, plan.charged_evaluations
+    if most is None:
+        return None
+    asked, privacy = question_within(plan), plan.privacy
+    try:
+        least = calibrate(
+            most, privacy.delta, lambda z: (_asked(asked, z).event,) * len(due), privacy.accountant
+        )
+        return Evaluated(_asked(asked, _rounded_up(least)), due, most)
+    except AccountingError as error:
+        field = "server.evaluation_epsilon"
+        fix = "take a larger one, fewer evaluations (server.evaluate_every), or aggregation.ring_bits = 32"
+        raise PlanError(field, most, expected=error.expected, fix=fix) from error
 
 
 def participation(plan: Plan) -> Participation | None:

@@ -27,14 +27,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from cloister.privacy.accounting.accountant import Spent, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.accounting.trust import Shares, shares
-from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history
+from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history, release_id
 from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
 OWNER = "simulation"
@@ -64,7 +66,7 @@ class DatasetLedger:
         plan: A plan that names both.
 
     Raises:
-        PlanError: a question may have an owner at several sites.
+        PlanError: a question or an evaluation by the sites may have an owner at several of them.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -77,22 +79,32 @@ class DatasetLedger:
         together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
         self._at_several_sites = plan.privacy.unit == "owner" and not together
         if self._at_several_sites and plan.question is not None:
+            self._at_several_sites = False  # one charge is for all of them
             if plan.question.sites_of_owner < plan.cohort.size():
-                raise PlanError(
+                _refuse_copies(
                     "question.sites_of_owner",
                     plan.question.sites_of_owner,
-                    expected=f"{plan.cohort.size()}, the number of sites, with a ledger: in this division any of them "
-                    "may have records of an owner, and the vectors of all are in one sum",
-                    fix="set question.sites_of_owner so, or each owner at one site (simulation.field is data.owner)",
+                    f"{plan.cohort.size()}, the number of sites,",
+                    "set question.sites_of_owner so",
                 )
-            self._at_several_sites = False  # one charge is for all of them
+        elif self._at_several_sites and plan.charged_evaluations:
+            field = "server.evaluation_epsilon"
+            _refuse_copies(field, plan.server.evaluation_epsilon, "no value", f"remove {field}")
 
     @classmethod
     def of(cls, plan: Plan) -> DatasetLedger | None:
         """The ledger that a plan names, or None."""
         return cls(plan) if plan.simulation.ledger else None
 
-    def pay(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> None:
+    def pay(
+        self,
+        run: str,
+        round_number: int,
+        site: str,
+        times: int,
+        events: Sequence[Event],
+        purpose: Purpose = TRAIN,
+    ) -> None:
         """Charge what a site is about to release, durably, in one transaction with the check of the limit.
 
         Args:
@@ -101,6 +113,7 @@ class DatasetLedger:
             site: The site that trains.
             times: How often this site was charged for this round before; more than 0 after a crash.
             events: The site's events of this charge; none with correlated noise after its first round.
+            purpose: Of the sum.
 
         Raises:
             BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
@@ -110,10 +123,17 @@ class DatasetLedger:
             self._history()  # of a ledger that is there: a lost one is not created again
             ledger = Ledger(self.path, OWNER, self._compose)
             ledger.charge(
-                self._charge(run, round_number, site, times, events), self._budget, self._check_unit
+                self._charge(run, round_number, site, times, events, purpose), self._budget, self._check_unit
             )
 
-    def check(self, terms: Terms, run: str, summed: Sequence[int], sites: Sequence[str]) -> None:
+    def check(
+        self,
+        terms: Terms,
+        run: str,
+        summed: Sequence[int],
+        sites: Sequence[str],
+        evaluated: Sequence[int] = (),
+    ) -> None:
         """Create the ledger for a run that begins, and check that the run can begin, or go on.
 
         Args:
@@ -121,10 +141,11 @@ class DatasetLedger:
             run: Identity of a run that has begun; empty for a new one.
             summed: Its rounds whose sum was opened.
             sites: The sites.
+            evaluated: Its rounds whose model was evaluated by the sites, which were charged for it.
 
         Raises:
-            BudgetError: nothing is charged for the run, and its first round would exceed the limit; or the dataset is
-                charged in another unit.
+            BudgetError: nothing is charged for the run, and its first round would exceed the limit, or with evaluations
+                that are charged, all of it; or the dataset is charged in another unit.
             LedgerError: the ledger is damaged, or lacks charges of the run, or is missing though the run has begun.
             StorageError: it cannot be written.
         """
@@ -133,45 +154,62 @@ class DatasetLedger:
         history = self._history()
         entries = history.entries
         self._check_unit(entries)
-        self._check_complete(entries, run, summed)
-        if not any(entry.charge.run == run for entry in entries) and not self.affords(
-            terms, run or "a new run", 1, sites
+        self._check_complete(entries, run, TRAIN, summed)
+        self._check_complete(entries, run, EVALUATE, evaluated)
+        last = 1 if terms.evaluated is None else self._plan.run.rounds
+        if not any(entry.charge.run == run for entry in entries) and not self._affords(
+            terms, run or "a new run", range(1, last + 1), sites
         ):
             spent = self._cost(history.events(self.dataset)).epsilon
+            room = "one more round" if terms.evaluated is None else "all rounds and evaluations of the run"
             raise BudgetError(
                 f"epsilon of the dataset {self.dataset!r} in {self.path}",
                 spent,
-                expected=f"room for one more round within simulation.greatest_epsilon = {self.limit:g}, over all runs",
+                expected=f"room for {room} within simulation.greatest_epsilon = {self.limit:g}, over all runs",
                 fix="no run was begun and nothing was charged; only the party responsible for the data can raise the "
                 "limit",
             )
 
-    def check_paid(self, run: str, round_number: int) -> None:
-        """Check, before a kept update is sent again, that the ledger still has its charge.
+    def check_paid(self, run: str, round_number: int, purpose: Purpose = TRAIN) -> None:
+        """Check, before a kept vector is sent again, that the ledger still has its charge.
 
         Raises:
             LedgerError: the ledger is missing, damaged or altered, or lacks the charge.
             StorageError: it cannot be read.
         """
-        self._check_complete(self._history().entries, run, [round_number])
+        self._check_complete(self._history().entries, run, purpose, [round_number])
 
     def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
-        """Whether a round of these sites stays within the limit over all runs; `pay` checks it again."""
+        """Whether a round of these sites stays within the limit over all runs, with all evaluations that are to come;
+        `pay` checks it again."""
+        return self._affords(terms, run, [round_number], sites)
+
+    def _affords(self, terms: Terms, run: str, rounds: Iterable[int], sites: Iterable[str]) -> bool:
         if self.limit is None:
             return True
-        history = self._history()
-        charges = [self._charge(run, round_number, site, 0, terms.events(1)) for site in sites]
+        history, due = self._history(), () if terms.evaluated is None else terms.evaluated.due
+        sums = [(TRAIN, number) for number in rounds] + [(EVALUATE, number) for number in due]
+        charges = [
+            self._charge(run, number, site, 0, terms.cost(purpose), purpose)
+            for site in sites
+            for purpose, number in sums
+        ]
         paid = {entry.charge.id for entry in history.entries}
         coming = {charge.id: charge.event for charge in charges if charge.id not in paid}
         return (
             not coming or self._cost([*history.events(self.dataset), *coming.values()]).epsilon <= self.limit
         )
 
-    def spent(self, summed: Mapping[str, Iterable[int]] = _NO_RUNS) -> DatasetSpent:
+    def spent(
+        self,
+        summed: Mapping[str, Iterable[int]] = _NO_RUNS,
+        evaluated: Mapping[str, Iterable[int]] = _NO_RUNS,
+    ) -> DatasetSpent:
         """What the dataset has spent over all runs, at the plan's delta.
 
         Args:
             summed: By identity of a run that must be among them, its rounds whose sum was opened.
+            evaluated: By identity of a run, its rounds whose model was evaluated by the sites, which were charged.
 
         Raises:
             BudgetError: the dataset is charged in another unit.
@@ -180,8 +218,9 @@ class DatasetLedger:
         """
         history = self._history()
         self._check_unit(history.entries)
-        for run, rounds in summed.items():
-            self._check_complete(history.entries, run, rounds)
+        for purpose, released in ((TRAIN, summed), (EVALUATE, evaluated)):
+            for run, rounds in released.items():
+                self._check_complete(history.entries, run, purpose, rounds)
         runs = {entry.charge.run for entry in history.entries if entry.charge.dataset == self.dataset}
         charges, privacy = history.events(self.dataset), self._plan.privacy
         cost, parts = self._cost(charges), shares(charges, privacy.delta, privacy.accountant)
@@ -197,9 +236,10 @@ class DatasetLedger:
         Ledger(self.path, OWNER, self._compose)
 
     def whole(self, terms: Terms) -> tuple[Event, ...]:
-        """What all rounds of the plan cost a unit at most: an owner who may be at several sites pays at each."""
+        """What all rounds and evaluations of the plan cost a unit at most: an owner who may be at several sites pays at
+        each."""
         sites = self._plan.cohort.size() if self._at_several_sites else 1
-        return terms.events(self._plan.run.rounds) * sites
+        return terms.whole(self._plan.run.rounds) * sites
 
     def after(self, charges: Sequence[str]) -> Spent:
         """What the dataset will have spent after further charges, each as JSON, with all that its ledger holds, if any.
@@ -212,11 +252,19 @@ class DatasetLedger:
         self._check_unit(history.entries)
         return self._cost([*history.events(self.dataset), *charges])
 
-    def _charge(self, run: str, round_number: int, site: str, times: int, events: Sequence[Event]) -> Charge:
+    def _charge(
+        self,
+        run: str,
+        round_number: int,
+        site: str,
+        times: int,
+        events: Sequence[Event],
+        purpose: Purpose = TRAIN,
+    ) -> Charge:
         number = 1 if self._plan.privacy.correlated is not None else round_number
-        where = f"{site}/" if self._at_several_sites else ""
+        where = (site,) if self._at_several_sites else ()
         return Charge(
-            id=f"{run}/{number}/{where}{times}",
+            id=release_id(run, purpose, number, *where, times),
             dataset=self.dataset,
             run=run,
             round=number,
@@ -238,13 +286,17 @@ class DatasetLedger:
                     "records, or charge another ledger",
                 )
 
-    def _check_complete(self, entries: Iterable[Entry], run: str, summed: Iterable[int]) -> None:
-        charged = {entry.charge.round for entry in entries if entry.charge.run == run}
+    def _check_complete(
+        self, entries: Iterable[Entry], run: str, purpose: Purpose, summed: Iterable[int]
+    ) -> None:
+        charges = (entry.charge for entry in entries if entry.charge.run == run)
+        charged = {charge.round for charge in charges if charge.purpose == purpose}
+        what = "round" if purpose == TRAIN else "the evaluation of round"
         needed = {1 if self._plan.privacy.correlated is not None else number for number in summed}
         for number in sorted(needed - charged):
             raise LedgerError(
                 str(self.path),
-                expected=f"a charge of the dataset {self.dataset!r} for round {number} of the run {run}",
+                expected=f"a charge of the dataset {self.dataset!r} for {what} {number} of the run {run}",
                 fix="the ledger was replaced or lost: restore it from a backup",
             )
 
@@ -258,3 +310,14 @@ class DatasetLedger:
         if not self.path.is_file():
             raise LedgerError(str(self.path), expected="the ledger of the dataset, which is missing")
         return read_history(self.path).of_owner(OWNER)
+
+
+def _refuse_copies(field: str, value: object, right: str, fix: str) -> NoReturn:
+    """Refuse the vectors of one owner at several sites in one sum, which charges of single sites do not cover."""
+    raise PlanError(
+        field,
+        value,
+        expected=f"{right} with a ledger: in this division any of the sites may have records of an owner, and the "
+        "vectors of all are in one sum",
+        fix=f"{fix}, or each owner at one site (simulation.field is data.owner)",
+    )

@@ -40,6 +40,7 @@ from typing import Any, Self, TypeAlias
 
 from cloister.protocol.encoding import pack
 from cloister.protocol.errors import BudgetError, LedgerError, StorageError
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 
 Compose: TypeAlias = Callable[[Sequence[str], float], float]
 """From accounting events, each as JSON, and delta to the epsilon of their composition."""
@@ -113,6 +114,11 @@ class Charge:
     delta: float
     """Delta of the charged plan, between 0 and 1."""
 
+    @property
+    def purpose(self) -> Purpose:
+        """Of the sum that the release is for, by its `release_id`."""
+        return EVALUATE if self.id.startswith(release_id(self.run, EVALUATE)) else TRAIN
+
     def __post_init__(self) -> None:
         for name in ("id", "dataset", "run", "what", "event"):
             if not getattr(self, name):
@@ -121,6 +127,18 @@ class Charge:
             if not 0 <= getattr(self, name) < 2**63:
                 raise ValueError(f"{name} of a charge is {getattr(self, name)}: expected 0 to 2^63 - 1")
         _check_delta(self.delta)
+
+
+def release_id(run: str, purpose: Purpose, *parts: object) -> str:
+    """The id of a charge for a sum of one purpose: a round of training begins with its number.
+
+    Args:
+        run: Identity of the run.
+        purpose: `train` or `evaluate`.
+        parts: The round, and what else tells the release from others.
+    """
+    of = (EVALUATE,) if purpose == EVALUATE else ()
+    return "/".join((run, *of, "")) + "/".join(map(str, parts))
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,11 @@ class Policy(Section):
     """Most rounds of a run; left out: no limit."""
     questions: tuple[QuestionKind, ...] = ()
     """Kinds of questions to which this site may answer (`[question]` in a plan); empty: none. An answer is a noised sum
-    over the sites, and is charged as a run is."""
+    over the sites, and is charged as a run is. `evaluate` also accepts runs with `server.evaluation_epsilon`."""
     greatest_question_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest epsilon of one question, at most at `greatest_delta`, with the answers that the plan lets a site make
-    again after a crash; left out: no limit but `greatest_epsilon`."""
+    again after a crash; also of all evaluations of a run together (`server.evaluation_epsilon`). Left out: no limit but
+    `greatest_epsilon`."""
     families: tuple[
         Annotated[
             str,
@@ -155,7 +156,8 @@ class Policy(Section):
                 without a privacy unit.
             cohort: Fewest sites in a sum that is opened (`plan.quorum()`).
             roster_hash: Hash of the roster, in hex.
-            asked: The largest epsilon that a question may cost the site, at its own delta.
+            asked: The largest epsilon that a question, or all evaluations of a run together, may cost the site, at the
+                plan's delta.
 
         Raises:
             PolicyError: the first demand that is not met, what the plan offers, and what would be accepted. The message
@@ -196,18 +198,28 @@ class Policy(Section):
             _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))
         if self.most_rounds is not None and not plan.run.rounds <= self.most_rounds:
             _refuse("most_rounds", "run.rounds", plan.run.rounds, f"at most {self.most_rounds}")
-        if plan.question is not None:
-            if plan.question.kind not in self.questions:
-                accepted = _one_of(self.questions) if self.questions else "no question"
-                _refuse("questions", "question.kind", plan.question.kind, accepted)
-            most = self.greatest_question_epsilon
-            if most is not None and not asked <= most:
-                _refuse("greatest_question_epsilon", "epsilon of the question", asked, f"at most {most}")
+        self._check_questions(plan, asked)
         # Last: a plan that is refused for another demand must not tell what the site has spent. One that is refused for
         # none is accepted, and the site joins no other.
         if self.greatest_epsilon is not None and not epsilon <= self.greatest_epsilon:
             what = "epsilon of the site's data after the run"
             _refuse("greatest_epsilon", what, epsilon, f"at most {self.greatest_epsilon}")
+
+    def _check_questions(self, plan: Plan, asked: float) -> None:
+        """Refuse a kind of questions that is not listed, and one that costs too much; as for `check`."""
+        found = ""
+        if plan.question is not None:
+            found, field, what = plan.question.kind, "question.kind", "epsilon of the question"
+        elif plan.charged_evaluations:
+            found, field, what = "evaluate", "evaluations by the sites", "server.evaluation_epsilon"
+        if not found:
+            return
+        if found not in self.questions:
+            accepted = _one_of(self.questions) if self.questions else "no question"
+            _refuse("questions", field, found, accepted)
+        most = self.greatest_question_epsilon
+        if most is not None and not asked <= most:
+            _refuse("greatest_question_epsilon", what, asked, f"at most {most}")
 
 
 def load_policy(path: Path) -> Policy:

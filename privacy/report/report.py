@@ -290,7 +290,7 @@ class RunReport(_Strict):
     """Who is responsible for what, in plain words."""
     exposure: str = ""
     """How exposed the data is before anything is released."""
-    released: Literal["models", "answer"] = "models"
+    released: Literal["models", "models and evaluations", "answer"] = "models"
     """What was given out."""
     label: str = "token"
     """What a loss is per: a `token`, or a `text` that is classified."""
@@ -382,7 +382,8 @@ def _released(report: RunReport) -> str:
     """What the guarantee is about."""
     if report.released == "answer":
         return "the answer that it released, with all that was opened for it,"
-    return f"every model that it released over {_rounds(report.rounds)}"
+    evaluated = " with all evaluations by its sites" if report.released == "models and evaluations" else ""
+    return f"every model that it released over {_rounds(report.rounds)}{evaluated}"
 
 
 def _over_runs(report: RunReport) -> str:

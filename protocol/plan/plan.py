@@ -43,6 +43,8 @@ SIMULATED_PUBLIC = "simulation:public"
 """`server.evaluation` of a simulation that keeps public records apart (`simulation.public`)."""
 NO_EVALUATION = "none"
 """`server.evaluation` of a run without evaluation."""
+AT_SITES = "sites"
+"""`server.evaluation` of a run whose sites evaluate on their own held-out records."""
 
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
@@ -87,6 +89,7 @@ EVALUATED = (
     f'set server.evaluation to a file of public records, to "{NO_EVALUATION}", or in a simulation to '
     f'"{SIMULATED_PUBLIC}" with simulation.public = 0.1'
 )
+_CHARGED = f"set server.evaluation_epsilon, with privacy.unit record or owner; or {EVALUATED}"
 
 
 def _private(*units: str, required: str = "") -> Only:
@@ -99,6 +102,7 @@ def _uncharged(*when: Any, fix: str = "") -> Only:
     return Only("privacy.unit", ("none",), when=when, because="charge", why=_UNCHARGED, fix=fix)
 
 
+_SECURE = Only("aggregation.secure", (True,))
 _PRIVATE, _DPSGD = _private("record", "owner", "site"), _private("record", "owner")
 _OF_SITES = _private("site")
 _ADAPTER = Only("model.adapter.scheme", ("ffa-lora", "rolora", "lora"))
@@ -114,6 +118,7 @@ _GENERATE = Only("data.task", ("causal", "choices"))
 _WINDOWS = Only("data.task", ("causal", "choices", "masked"))
 _CHOICES = Only("data.task", ("choices",), required='["no", "yes"]')
 _TEXT = Only("data.format", ("text",))
+_EVALUATION_OF_SITES = Only("server.evaluation", (AT_SITES,))
 _SYNC, _ASYNC = Only("cohort.mode", ("sync",)), Only("cohort.mode", ("async",))
 _BALANCED = Only("local.balance", ("weighted", "dynamic"))
 _PUBLIC = Only("public.source", but=("",))
@@ -331,7 +336,7 @@ class DataSection(PlanSection):
     """Fill sequences with several records; if false, each record is cut and padded on its own."""
     held_out: Annotated[
         BelowOne,
-        Only("server.evaluation", but=("",), when=(0,), fix=f"set data.held_out = 0.1; or {EVALUATED}"),
+        Only("server.evaluation", but=(AT_SITES,), when=(0,), fix=f"set data.held_out = 0.1; or {EVALUATED}"),
     ] = 0.1
     """Fraction of each site's records, or of its owners with `data.owner`, kept for evaluation and never trained on."""
 
@@ -679,7 +684,7 @@ class PrivacySection(PlanSection):
         CorrelatedSection | None,
         _OF_SITES,
         Only("privacy.trusted_coordinator", (True,)),
-        Only("aggregation.secure", (True,)),
+        _SECURE,
         Only(
             "aggregation.groups",
             (1,),
@@ -722,7 +727,7 @@ class GateSection(PlanSection):
     norm: Positive | None = None
     """Largest L2 norm of the mean update; None: any."""
     loss: Annotated[
-        NonNegative | None, Only("server.evaluation", but=("", NO_EVALUATION), why=_UNPROTECTED)
+        NonNegative | None, Only("server.evaluation", but=(AT_SITES, NO_EVALUATION), why=_UNPROTECTED)
     ] = None
     """Most nats per token (of a classifier per text) by which a round may raise the held-out loss on the public records
     of `server.evaluation`; None: any."""
@@ -743,14 +748,30 @@ class ServerSection(PlanSection):
     """Epsilon of `adam` (FedAdam's adaptivity)."""
     evaluation: Annotated[
         str,
-        _uncharged("", fix=EVALUATED),
-        replace(_SYNC, when=("",), why="sites' evaluations wait for the slowest one", fix=EVALUATED),
-    ] = ""
-    """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`;
-    empty: each site evaluates on its own held-out records, which no privacy unit allows."""
+        Field(min_length=1),
+        replace(_uncharged(AT_SITES, fix=_CHARGED), unless="server.evaluation_epsilon"),
+        replace(_SYNC, when=(AT_SITES,), why="sites' evaluations wait for the slowest one", fix=EVALUATED),
+    ] = AT_SITES
+    """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`.
+    `sites`: each site evaluates on its own held-out records, which under a privacy unit needs `evaluation_epsilon`."""
+    evaluation_epsilon: Annotated[
+        Positive | None,
+        _EVALUATION_OF_SITES,
+        _DPSGD,
+        _SECURE,
+        Only("privacy.method", ("reference",)),
+        Only("aggregation.groups", (1,)),
+        Only("data.task", SCORED),
+        _TRAINS,
+    ] = None
+    """Epsilon of all evaluations of a run together, at `privacy.delta`, with privacy unit `record` or `owner`. Sites
+    then tell the accuracy and the loss of their held-out records or owners as a noised sum (docs/questions.md). The
+    budget and the target of `[privacy]` are for training and evaluations together."""
     evaluate_every: Annotated[Count, _EVALUATES] = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
-    evaluation_sequences: Annotated[Count | None, _EVALUATES] = None
+    evaluation_sequences: Annotated[
+        Count | None, _EVALUATES, Only("server.evaluation_epsilon", (None,), because="charge", why=_UNCHARGED)
+    ] = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
     sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;
     bits per byte are then an estimate. With `data.choices` also the most prompts whose choices are compared. None: all
@@ -1107,6 +1128,18 @@ class Plan(PlanSection):
     def evaluates(self, number: int) -> bool:
         """Whether the model after a round is due for evaluation; 0 is the initial model."""
         return number % self.server.evaluate_every == 0 or number == self.run.rounds
+
+    @property
+    def at_sites(self) -> bool:
+        """Whether sites evaluate on their own held-out records."""
+        return self.server.evaluation == AT_SITES
+
+    @property
+    def charged_evaluations(self) -> tuple[int, ...]:
+        """The rounds after which sites evaluate and are charged for it; none without `server.evaluation_epsilon`."""
+        if self.server.evaluation_epsilon is None:
+            return ()
+        return tuple(filter(self.evaluates, range(self.run.rounds + 1)))
 
     def honest(self) -> int:
         """Fewest honest sites whose updates, and whose noise, are in a sum that a lying coordinator can open; with

@@ -63,6 +63,8 @@ class Only:
     """An example, such as `0.1`, of the value that this field must have then; empty: it may have none."""
     when: tuple[Any, ...] = ()
     """The values of this field that are only valid then; empty: every value but its default."""
+    unless: str = ""
+    """A third field, which makes them valid too where it is set."""
     because: Because = "definition"
     why: str = ""
     """The reason, which an error gives. A field that has one is refused, and never dropped by an override."""
@@ -91,7 +93,8 @@ class Only:
         if self.values in _UNSET or self.but in _UNSET:
             return f"{self.field} {'not set' if self.values else 'set'}"
         values = " or ".join(json.dumps(value) for value in self.values or self.but)
-        return f"{self.field} = {values}" if self.values else f"{self.field} other than {values}"
+        unless = f", or {self.unless} set" if self.unless else ""
+        return (f"{self.field} = {values}" if self.values else f"{self.field} other than {values}") + unless
 
     @property
     def remedy(self) -> str:

@@ -232,7 +232,7 @@ def _broken(plan: Contract, value: Any, default: Any, tags: Sequence[Only]) -> l
 
 
 def _holds(plan: Contract, tag: Only) -> bool:
-    return tag.holds(_value(plan, tag.field))
+    return tag.holds(_value(plan, tag.field)) or (bool(tag.unless) and _value(plan, tag.unless) is not None)
 
 
 def _causes(tags: Sequence[Only]) -> frozenset[str]:

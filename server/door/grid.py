@@ -298,5 +298,5 @@ def most_bytes_of(plan: Plan, parameters: int) -> int:
         parameters: Trained parameters of its model.
     """
     sums = Sums(plan, parameters)
-    layouts = [sums.training] if plan.server.evaluation else [sums.training, sums.evaluation]
+    layouts = [sums.training, sums.evaluation] if plan.at_sites else [sums.training]
     return max(CHUNK, *(layout.length * np.dtype(layout.ring.dtype).itemsize for layout in layouts))

@@ -159,5 +159,5 @@ def check_deployable(plan: Plan, federation: Federation, files: RunFiles | None 
             "server.evaluation",
             plan.server.evaluation,
             expected="public records in a deployment, which has no simulated ones",
-            fix='name a file or a dataset, "none", or "" for an evaluation at the sites',
+            fix='name a file or a dataset, "none", or "sites"',
         )

@@ -30,6 +30,9 @@ class RunHistory:
     """For each site the rounds in which an attempt began with it."""
     survivors: Mapping[int, frozenset[str]]
     """For each round the sites whose sum was last opened, or that were last asked for shares."""
+    evaluated: Mapping[int, frozenset[str]]
+    """For each round whose model the sites evaluated, the sites whose sum was last opened, or that were last asked for
+    shares; 0 is the initial model."""
     refusals: Mapping[str, tuple[str, ...]]
     """For each site its refusals, in words, each once."""
     left_out: Mapping[str, str]
@@ -76,6 +79,7 @@ def run_history(files: RunFiles) -> RunHistory:
     refusals: defaultdict[str, list[str]] = defaultdict(list)
     left_out: dict[str, str] = {}
     opened: defaultdict[int, dict[int, frozenset[str]]] = defaultdict(dict)
+    evaluated: dict[int, frozenset[str]] = {}
     for entry in entries:
         if entry.step.startswith(f"train {steps.BEGUN}"):  # of each group
             for site in entry.detail["cohort"]:
@@ -83,6 +87,8 @@ def run_history(files: RunFiles) -> RunHistory:
         elif entry.step.startswith((f"train {steps.UNMASKING}", f"train {steps.OPENING}")):
             group = steps.group_of_sum(entry.step)
             opened[entry.round][group] = frozenset(entry.detail["survivors"])
+        elif entry.step.startswith((f"evaluate {steps.UNMASKING}", f"evaluate {steps.OPENING}")):
+            evaluated[entry.round] = frozenset(entry.detail["survivors"])
         elif entry.step == steps.REFUSED:
             when = f"after round {entry.round}" if entry.round else "before the first round"
             refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
@@ -97,6 +103,7 @@ def run_history(files: RunFiles) -> RunHistory:
         done=done,
         asked={site: frozenset(rounds) for site, rounds in asked.items()},
         survivors=survivors,
+        evaluated=evaluated,
         left_out=left_out,
         refusals={site: tuple(dict.fromkeys(reasons)) for site, reasons in refusals.items()},
         plan=created.get("plan", ""),

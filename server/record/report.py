@@ -1,13 +1,14 @@
 """The privacy report of a run, computed from its folder: the plan, the journal, the ledger and the metrics.
 
 The epsilon that is claimed is composed again from the ledger's charges at the plan's delta, and the ledger is checked
-against the plan and the journal: each charge must be the plan's cost of a round, each site in a sum must have been
-charged for it, and the epsilons in the journal must be those of the charges. If they disagree, the report says that the
-ledger does not verify and why, and `privacy/report/report.py` claims no guarantee.
+against the plan and the journal: each charge must be the plan's cost of a round, or of an evaluation by the sites that
+is due; each site in a sum must have been charged for it, and the epsilons in the journal must be those of the charges.
+If they disagree, the report says that the ledger does not verify and why, and `privacy/report/report.py` claims no
+guarantee.
 
-Because each charge is the plan's cost of a round, what a site has spent is a function of the number of its charges.
-It is composed again for at most `COMPOSED` numbers, the first and the last among them; for a number between, the
-journal's figure is taken if it lies between its neighbours, and composed again if it does not.
+So what a site has spent is a function of the numbers of its charges for rounds and for evaluations. Of the site with
+most charges it is composed again for at most `COMPOSED` numbers, the first and the last among them; for a number
+between, the journal's figure is taken if it lies between its neighbours, and composed again if it does not.
 
 If the plan names a ledger over runs (`privacy/ledger/dataset.py`), the report also states the epsilon of all runs
 together; without one it says that epsilon is that of this run alone.
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -65,6 +67,7 @@ from cloister.privacy.report.report import (
 )
 from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, RunFolderError, StorageError
 from cloister.protocol.machine.prerequisites import releases
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, hash_of_plan, run_history
@@ -142,11 +145,21 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        released="models" if plan.question is None else "answer",
+        released=_released(plan),
     )
 
 
+def _released(plan: Plan) -> Literal["models", "models and evaluations", "answer"]:
+    if plan.question is not None:
+        return "answer"
+    return "models and evaluations" if plan.charged_evaluations else "models"
+
+
 # What it cost, by its ledgers
+
+
+_Charges: TypeAlias = frozenset[tuple[str, int]]
+"""Charges of a site, each as JSON with how often."""
 
 
 class _Composer:
@@ -155,7 +168,7 @@ class _Composer:
     def __init__(self, terms: Terms) -> None:
         self._delta = terms.delta
         self._accountant = terms.accountant
-        self._known: dict[frozenset[tuple[str, int]], float] = {}
+        self._known: dict[_Charges, float] = {}
 
     def spent(self, charges: Counter[str]) -> Spent:
         """The cost, composed."""
@@ -169,25 +182,25 @@ class _Composer:
             self._known[key] = self.spent(charges).epsilon
         return self._known[key]
 
-    def curve(self, charges: Sequence[str], journaled: Mapping[int, float]) -> list[float]:
-        """Epsilon of the first 0, 1, ... of some charges, to all of them.
+    def follow(self, charges: Sequence[str], journaled: Mapping[_Charges, float]) -> None:
+        """Know epsilon of the first 1, 2, ... of some charges, to all of them.
 
         Args:
             charges: The charges of a site, in order.
-            journaled: What the journal has, by the number of charges.
+            journaled: What the journal has, by the charges until then.
         """
         spread = (1 + step * (len(charges) - 1) / (COMPOSED - 1) for step in range(COMPOSED))
         again = sorted({round(number) for number in spread} if charges else set())
         composed = {number: self.epsilon(Counter(charges[:number])) for number in again}
-        found, until = [0.0], Counter[str]()
+        before, until = 0.0, Counter[str]()
         for number, charge in enumerate(charges, 1):
             until[charge] += 1
-            if number not in composed:
+            key = frozenset(until.items())
+            if number not in composed and key in journaled:
                 above = composed[next(each for each in again if each > number)]
-                if number in journaled and found[-1] <= journaled[number] <= above:
-                    self._known[frozenset(until.items())] = journaled[number]
-            found.append(self.epsilon(until))
-        return found
+                if before <= journaled[key] <= above:
+                    self._known[key] = journaled[key]
+            before = self.epsilon(until)
 
 
 @dataclass(frozen=True)
@@ -202,7 +215,8 @@ class _Account:
     events: tuple[Event, ...]
     """What that site released."""
     after: Mapping[int, float | None]
-    """For each round that is done the largest epsilon of a site by the coordinator's ledger."""
+    """For each round that is done the largest epsilon of a site by the coordinator's ledger, with the evaluation of its
+    model."""
     sites: Mapping[str, float | None]
     """Epsilon of each site that was charged."""
     charged: Mapping[str, frozenset[int]] | None
@@ -226,24 +240,20 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
         return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
     compose = _Composer(terms)
     mine: dict[str, list[Entry]] = {}
-    count: list[int] = []  # for each row, how often its site was charged until then
+    until: list[Counter[str]] = []  # for each row, the charges of its site until then
+    so_far: dict[str, Counter[str]] = {}
     for entry in entries:
-        paid = mine.setdefault(entry.charge.dataset, [])
-        paid.append(entry)
-        count.append(len(paid))
-    charges_after = _most_charges(entries, history.done)
-    journaled = {
-        number: epsilon
-        for done, number in charges_after.items()
-        if (epsilon := history.done[done].get("epsilon")) is not None
-    }
+        site = entry.charge.dataset
+        mine.setdefault(site, []).append(entry)
+        so_far[site] = so_far.get(site, Counter()) + Counter([entry.charge.event])
+        until.append(so_far[site])
+    at_done, evaluated = (_most_charges(entries, history.done, after) for after in (TRAIN, EVALUATE))
+    journaled = _journaled(history, at_done)
     longest = max(mine.values(), key=len, default=[])  # the charges of the other sites begin alike
-    curve = compose.curve([entry.charge.event for entry in longest], journaled)
-    after_round = {done: _finite(curve[number]) for done, number in charges_after.items()}
-    charged = {site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()}
-    problem = _unpaid(history, charged) or _contradiction(history, after_round)
+    compose.follow([entry.charge.event for entry in longest], journaled)
+    problem = _unpaid(history, mine) or _contradiction(history, _largest(compose, at_done))
     counted: dict[str, list[Entry]] = dict(mine)
-    costs = {site: curve[len(paid)] for site, paid in mine.items()}
+    costs = {site: compose.epsilon(charges) for site, charges in so_far.items()}
     notes: dict[str, str] = {}
     owned = list(_own_ledgers(files, history, compose)) if history.simulated else []
     for own in owned:
@@ -256,19 +266,20 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
             )
         problem = problem or own.problem
     if history.simulated:
-        paid_by_sites = {own.site: frozenset(entry.charge.round for entry in own.paid) for own in owned}
-        problem = problem or _unpaid(history, paid_by_sites, "the sites' own ledgers hold")
+        problem = problem or _unpaid(
+            history, {own.site: own.paid for own in owned}, "the sites' own ledgers hold"
+        )
         notes |= dict.fromkeys(mine.keys() - {own.site for own in owned}, _NO_LEDGER)
     top = max(costs, key=lambda site: costs[site], default="")
-    most = compose.spent(Counter(entry.charge.event for entry in counted.get(top, ())))
+    most = compose.spent(_texts(counted.get(top, ())))
     return _Account(
-        ledger=_ledger(charges, entries, [_finite(curve[number]) for number in count], problem),
+        ledger=_ledger(charges, entries, [_finite(compose.epsilon(each)) for each in until], problem),
         epsilon=_finite(most.epsilon),
         most=most,
         events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
-        after=after_round,
+        after=_largest(compose, evaluated),
         sites={site: _finite(cost) for site, cost in costs.items()},
-        charged=charged,
+        charged={site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()},
         notes=notes,
     )
 
@@ -290,15 +301,16 @@ def _own_ledgers(files: RunFiles, history: RunHistory, compose: _Composer) -> It
     for site, path in files.sites.ledgers().items():
         try:
             paid = [entry for entry in _history(path).entries if entry.charge.run == history.run]
-            epsilon = compose.epsilon(Counter(entry.charge.event for entry in paid))
+            epsilon = compose.epsilon(_texts(paid))
         except (LedgerError, AccountingError) as error:
             yield _OwnLedger(site, [], 0.0, f"the ledger of {site} itself does not verify: {error}")
         else:
             yield _OwnLedger(site, paid, epsilon, "")
 
 
-def most_charges(files: RunFiles) -> tuple[int, int]:
-    """The most charges of a site in a run folder, by the coordinator's ledger; by that and the simulated sites' own.
+def most_charges(files: RunFiles, purpose: Purpose = TRAIN) -> tuple[int, int]:
+    """The most charges of a site for one purpose in a run folder, by the coordinator's ledger; by that and the
+    simulated sites' own.
 
     The second is more if a site's update was lost in a crash after its charge, and was made and charged again.
 
@@ -308,25 +320,59 @@ def most_charges(files: RunFiles) -> tuple[int, int]:
 
     def most(path: Path) -> int:
         entries = read_history(path).entries if path.is_file() else ()
-        paid = Counter((entry.charge.run, entry.charge.dataset) for entry in entries)
+        charges = (entry.charge for entry in entries)
+        paid = Counter((charge.run, charge.dataset) for charge in charges if charge.purpose == purpose)
         return max(paid.values(), default=0)
 
     charged = most(files.ledger)
     return charged, max(charged, *map(most, files.sites.ledgers().values()), 0)
 
 
-def _most_charges(entries: Iterable[Entry], rounds: Iterable[int]) -> dict[int, int]:
-    """For each round the most charges that a site has for it and the rounds before it."""
-    found: dict[int, int] = {}
-    paid, most = Counter[str](), 0
-    coming = sorted(entries, key=lambda entry: entry.charge.round, reverse=True)
+def _texts(paid: Iterable[Entry]) -> Counter[str]:
+    return Counter(entry.charge.event for entry in paid)
+
+
+def _most_charges(
+    entries: Iterable[Entry], rounds: Iterable[int], after: Purpose
+) -> dict[int, list[Counter[str]]]:
+    """For each round the most charges that sites have for it and the rounds before it: those of one site, or of several
+    of which none has all that another has.
+
+    Args:
+        entries: The ledger.
+        rounds: The rounds.
+        after: `train`: when the round is done, and before its model is evaluated; `evaluate`: after that.
+    """
+
+    def moment(entry: Entry) -> tuple[int, bool]:
+        return entry.charge.round, entry.charge.purpose == EVALUATE
+
+    found: dict[int, list[Counter[str]]] = {}
+    paid: dict[str, Counter[str]] = {}
+    most: list[Counter[str]] = []
+    coming = sorted(entries, key=moment, reverse=True)
     for number in sorted(rounds):
-        while coming and coming[-1].charge.round <= number:
-            site = coming.pop().charge.dataset
-            paid[site] += 1
-            most = max(most, paid[site])
+        while coming and moment(coming[-1]) <= (number, after == EVALUATE):
+            charge = coming.pop().charge
+            mine = paid[charge.dataset] = paid.get(charge.dataset, Counter()) + Counter([charge.event])
+            if not any(mine <= other for other in most):
+                most = [other for other in most if not other <= mine] + [mine]
         found[number] = most
     return found
+
+
+def _journaled(history: RunHistory, most: Mapping[int, Sequence[Counter[str]]]) -> dict[_Charges, float]:
+    """The journal's epsilons of the most charges when rounds were done, where one site has them."""
+    return {
+        frozenset(charges[0].items()): epsilon
+        for done, charges in most.items()
+        if len(charges) == 1 and (epsilon := history.done[done].get("epsilon")) is not None
+    }
+
+
+def _largest(compose: _Composer, most: Mapping[int, Sequence[Counter[str]]]) -> dict[int, float | None]:
+    """For each round the largest epsilon of some charges."""
+    return {number: _finite(max(map(compose.epsilon, each), default=0.0)) for number, each in most.items()}
 
 
 def _groups(account: _Account, terms: Terms | None) -> tuple[GroupRow, ...]:
@@ -351,13 +397,16 @@ def _ledger(
             number=entry.number,
             written=_moment(entry.time),
             site=entry.charge.dataset,
-            event=f"round {entry.charge.round}: {_charge_in_words(entry)}",
+            event=f"{_OF[entry.charge.purpose]} {entry.charge.round}: {_charge_in_words(entry)}",
             epsilon=None if epsilons is None else epsilons[at],
             hash=entry.hash.hex(),
         )
         for at, entry in enumerate(entries)
     )
     return Ledger(rows, charges.head.hex(), verified=not problem, problem=problem)
+
+
+_OF: dict[Purpose, str] = {TRAIN: "round", EVALUATE: "evaluation after round"}
 
 
 def _charge_in_words(entry: Entry) -> str:
@@ -394,24 +443,39 @@ def _times(count: int) -> str:
 
 
 def _foreign_charge(entries: Sequence[Entry], terms: Terms) -> str:
-    """The first charge that is not the plan's cost of a round, in words; empty if there is none."""
-    charged: Counter[str] = Counter()
+    """The first charge that is not the plan's cost of a round or of an evaluation that is due, in words; empty if there
+    is none."""
+    charged: Counter[tuple[str, Purpose]] = Counter()
+    due = () if terms.evaluated is None else terms.evaluated.due
     for entry in entries:
-        site = entry.charge.dataset
-        events = terms.events(1, charged[site])
+        of = entry.charge.dataset, entry.charge.purpose
+        events = terms.cost(entry.charge.purpose, charged[of])
         expected = {to_json(events), to_json(map(bare, events))}  # the second: as earlier versions wrote it
-        charged[site] += 1
+        charged[of] += 1
         if entry.charge.event not in expected:
             return f"row {entry.number} charges {_charge_in_words(entry)}, which is not the cost of the plan's rounds"
+        if entry.charge.purpose == EVALUATE and entry.charge.round not in due:
+            return f"row {entry.number} charges an evaluation after round {entry.charge.round}, which the plan has not"
         if entry.charge.delta != terms.delta:
             return f"row {entry.number} is at delta {entry.charge.delta:g}, and the plan's is {terms.delta:g}"
     return ""
 
 
-def _unpaid(history: RunHistory, charged: Mapping[str, frozenset[int]], holds: str = "it holds") -> str:
-    """The first round that was released without its charges, in words; empty if there is none."""
+def _unpaid(history: RunHistory, charged: Mapping[str, Sequence[Entry]], holds: str = "it holds") -> str:
+    """The first round or evaluation that was released without its charges, in words; empty if there is none."""
+    rounds = {
+        purpose: {
+            site: {entry.charge.round for entry in paid if entry.charge.purpose == purpose}
+            for site, paid in charged.items()
+        }
+        for purpose in (TRAIN, EVALUATE)
+    }
+    for number, sites_asked in sorted(history.evaluated.items()):
+        paid = {site for site, of in rounds[EVALUATE].items() if number in of}
+        if missing := sorted(sites_asked - paid):
+            return f"{holds} no charge for {missing[0]}, which has evaluated the model of round {number}"
     for number in history.summed:
-        paid = {site for site, rounds in charged.items() if number in rounds}
+        paid = {site for site, of in rounds[TRAIN].items() if number in of}
         summed, sites = history.survivors.get(number, frozenset()), history.done[number].get("sites")
         if sites is not None and len(summed) < sites:
             return f"the journal names {len(summed)} of the {sites} sites in the sum of round {number}"
@@ -450,7 +514,7 @@ def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> Dataset
         return None
     name, path = shared.dataset, str(shared.path)
     try:
-        found = shared.spent({history.run: history.summed})
+        found = shared.spent({history.run: history.summed}, {history.run: history.evaluated})
     except (AccountingError, BudgetError, LedgerError, StorageError) as error:
         return DatasetRow(name, path, 0, None, plan.privacy.delta, shared.limit, "", str(error))
     over = _finite(max(found.epsilon, epsilon or 0.0))

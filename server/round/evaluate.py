@@ -1,37 +1,64 @@
 """Held-out evaluation of the global model: at the coordinator if it has records for that, else at the sites.
 
 The sites' totals of loss, correct labels and labels, and the counters of the plan's task, are summed in the same ring
-as updates; the coordinator learns the totals over all sites that answered.
+as updates; the coordinator learns the totals over all sites that answered. Under a privacy unit it learns a noised sum
+instead, of one bounded vector for each held-out unit: the figures are those of a question of kind `evaluate`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.aggregation.features import evaluation
+from cloister.aggregation.features.evaluation import CORRECT
 from cloister.aggregation.features.in_clear import LOSS, LOSS_SCALE, TOKENS
-from cloister.aggregation.sums import CORRECT
 from cloister.lm.data.prepare import prepare
+from cloister.lm.measures.figures import UNITS, noise_of
 from cloister.lm.model.model import LanguageModel, device_for
 from cloister.lm.tasks.registry import task_of
 from cloister.lm.tasks.task import HeldOut
 from cloister.lm.text.corpus import corpus_records
 from cloister.lm.training.evaluate import held_out
+from cloister.privacy.mechanism.unit_sum import UnitSum
 from cloister.protocol.errors import DataError
 from cloister.protocol.messages.messages import EVALUATE
 from cloister.protocol.plan.plan import Plan
+from cloister.protocol.questions.registry import kind_of
+from cloister.protocol.questions.within import question_within
 from cloister.server.record.progress import NotEvaluated
 from cloister.server.sum.party import Party
 from cloister.server.sum.sum import sum_over
-from cloister.server.sum.wanted import Failed, Wanted
+from cloister.server.sum.wanted import Failed, Total, Wanted
 
 _log = logging.getLogger(__name__)
 
-Evaluation = Callable[[int, npt.NDArray[np.float32]], HeldOut | None]
-"""From a round and its model to the sums on held-out records; None without an evaluation."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation has found of a model."""
+
+    figures: Mapping[str, Any]
+    """By name (`lm/measures/figures.py`), and what else the task tells."""
+    held_out: HeldOut | None = None
+    """The sums that they follow from; None: a noised sum, which has the figures alone."""
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """The figures without those that the noise hides."""
+        if self.held_out is not None:
+            return self.figures
+        return {name: value for name, value in self.figures.items() if math.isfinite(value)}
+
+
+Evaluation = Callable[[int, npt.NDArray[np.float32]], Measured | None]
+"""From a round and its model to what is found of it; None without an evaluation."""
 
 
 class Evaluations:
@@ -43,9 +70,9 @@ class Evaluations:
 
     def __init__(self, evaluate: Evaluation) -> None:
         self._evaluate = evaluate
-        self._known: dict[int, HeldOut | None] = {}
+        self._known: dict[int, Measured | None] = {}
 
-    def of(self, number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
+    def of(self, number: int, weights: npt.NDArray[np.float32]) -> Measured | None:
         """The evaluation of the model after a round.
 
         Args:
@@ -63,23 +90,40 @@ class Evaluations:
 
 
 def at_sites(party: Party) -> Evaluation:
-    """Evaluation by a cohort, each site on its own held-out records, weighted by their labels."""
+    """Evaluation by a cohort, each site on its own held-out records: all labels count alike, or under a privacy unit
+    all units."""
+    asked = evaluation.charged(party.sums)
 
-    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut | None:
-        wanted = Wanted(EVALUATE, round_number, weights)
-        total = sum_over(party, wanted)
+    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> Measured | None:
+        total = sum_over(party, Wanted(EVALUATE, round_number, weights))
         if isinstance(total, Failed):
             party.observe(NotEvaluated(round_number, total.attempts, total.spoiled))
             return None
+        if asked is not None:
+            return _noised(party.plan, total, asked)
         sums = total.opened.counters
         if sums[CORRECT] > sums[TOKENS]:
             wrong = f"{sums[CORRECT]} correct of {sums[TOKENS]} labels"
             party.observe(NotEvaluated(round_number, total.attempts, wrong))
             return None
-        counts = {name: sums[name] for name in task_of(party.plan.data).counters()}
-        return HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], counts)
+        task = task_of(party.plan.data)
+        counts = {name: sums[name] for name in task.counters()}
+        found = HeldOut(sums[LOSS] / LOSS_SCALE, sums[CORRECT], sums[TOKENS], counts)
+        return Measured(task.figures(found), found)
 
     return evaluated
+
+
+def _noised(plan: Plan, total: Total, asked: UnitSum) -> Measured:
+    """The figures of a noised sum, each with the standard deviation of its noise; NaN for one that the noise hides."""
+    within, deviation = question_within(plan), asked.deviation(total.sites)
+    cells = evaluation.totals(total.opened, total.sites)
+    figures: dict[str, float] = {}
+    for each in kind_of(within).figures(within, cells, deviation):
+        name = {"units": UNITS}.get(each.name, each.name)
+        figures[name] = math.nan if each.value is None else each.value
+        figures[noise_of(name)] = each.noise
+    return Measured(figures)
 
 
 def nowhere(_round: int, _weights: npt.NDArray[np.float32]) -> None:
@@ -108,10 +152,11 @@ def at_coordinator(plan: Plan, model: LanguageModel, source: str) -> Evaluation:
             expected="a prompt that fits into data.sequence_length with each of data.choices",
             fix="raise data.sequence_length",
         )
-    device = device_for("auto")
+    device, task = device_for("auto"), task_of(plan.data)
 
-    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> HeldOut:
+    def evaluated(round_number: int, weights: npt.NDArray[np.float32]) -> Measured:
         model.layout.scatter(weights, model.module.to(device))
-        return held_out(plan, model, device, prepared)
+        found = held_out(plan, model, device, prepared)
+        return Measured(task.figures(found), found)
 
     return evaluated

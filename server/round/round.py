@@ -44,7 +44,7 @@ from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Refusing, RoundAbandoned, RoundDone
-from cloister.server.round.evaluate import Evaluations
+from cloister.server.round.evaluate import Evaluations, Measured
 from cloister.server.sum.party import Party
 from cloister.server.sum.sum import sums_over
 from cloister.server.sum.wanted import Failed, Total, Wanted
@@ -70,7 +70,7 @@ class RoundContext:
         view.flags.writeable = False
         return view
 
-    def held_out(self, number: int) -> HeldOut | None:
+    def measured(self, number: int) -> Measured | None:
         """The evaluation of the model after a round, made once, while it is the newest; None: there is none."""
         with self.party.phases.during(Phase.EVALUATE):
             return self.evaluations.of(number, self.weights)
@@ -204,16 +204,23 @@ def _step(context: RoundContext, number: int, mean: Floats, rounds: Sequence[int
     """8: step by the mean of updates of the models of some rounds. Returns why the step was undone, or ''."""
     features = context.party.features
     compares = features.compares()
-    before = context.held_out(number - 1) if compares else None
+    before = _public(context, number - 1) if compares else None
     features.step(context.model, mean, rounds)
     if not compares:
         return ""
-    after = context.held_out(number)
-    assert before is not None, "a sound plan whose features compare models has public records"
-    assert after is not None, "a sound plan whose features compare models has public records"
-    if refused := features.refuses_model(before, after):  # the step was made in the only copy of the model
+    assert before is not None, "it was made before the step"
+    # The step was made in the only copy of the model.
+    if refused := features.refuses_model(before, _public(context, number)):
         kept = context.checkpoints.load(number - 1)
         context.model[:] = kept.weights
         features.undo(kept.features)
         context.evaluations.repeat(number)
     return refused
+
+
+def _public(context: RoundContext, number: int) -> HeldOut:
+    """The evaluation of the model after a round on public records."""
+    measured = context.measured(number)
+    found = None if measured is None else measured.held_out
+    assert found is not None, "a sound plan whose features compare models has public records"
+    return found

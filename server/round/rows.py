@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from cloister.lm.tasks.registry import task_of
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.phases import added
 from cloister.server.record.progress import Evaluated
@@ -47,7 +46,7 @@ class Rows:
         """Evaluate the model with which a run ends early, if no evaluation was due there."""
         rows = {row["round"]: row for row in self._folder.metrics()}
         plan = self._context.party.plan
-        if "loss" in rows.get(number, {}) or not (plan.server.evaluation or plan.evaluates(number)):
+        if "loss" in rows.get(number, {}) or (plan.at_sites and not plan.evaluates(number)):
             return  # sites evaluate in the rounds of the plan only
         found = self._evaluated(number)
         if found:
@@ -57,12 +56,11 @@ class Rows:
     def _evaluated(self, number: int) -> dict[str, Any]:
         """The figures of the model after a round, observed; empty without an evaluation."""
         context = self._context
-        held_out = context.held_out(number)
-        if held_out is None:
+        measured = context.measured(number)
+        if measured is None:
             return {}
-        found = task_of(context.party.plan.data).figures(held_out)
-        context.party.observe(Evaluated(number, found))
-        return found
+        context.party.observe(Evaluated(number, measured.told))
+        return dict(measured.figures)
 
     def _timed(self, row: dict[str, Any]) -> dict[str, Any]:
         """A line with the seconds that its process has spent since the line before it."""

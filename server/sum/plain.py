@@ -145,8 +145,9 @@ class Plain:
     ) -> Asks[None]:
         """4. Update: fold in each vector as it arrives."""
         wanted = self.wanted
-        if self.party.spending is not None and wanted.purpose == TRAIN:
-            self.charged(self.party.spending.before_training(wanted.round, list(inboxes)))
+        if (spending := self.party.spending) is not None:
+            before = spending.before_training if wanted.purpose == TRAIN else spending.before_evaluating
+            self.charged(before(wanted.round, list(inboxes)))
         model = self.wanted.model
         requests = {
             site: Contribute(self.told, self.attempt.tries, inbox, model) for site, inbox in inboxes.items()

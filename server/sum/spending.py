@@ -16,8 +16,9 @@ from pathlib import Path
 from cloister.privacy.accounting.accountant import composed, epsilon_of
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.ledger.dataset import DatasetLedger
-from cloister.privacy.ledger.ledger import Charge, Entry, Ledger
+from cloister.privacy.ledger.ledger import Charge, Entry, Ledger, release_id
 from cloister.privacy.mechanism.events import Event, from_json, to_json
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.server.record.progress import BudgetSpent
 
 OWNER = "coordinator"
@@ -43,6 +44,10 @@ class Spending:
         """Under the units `record` and `owner`, charge the sites that are about to be asked; returns the entries."""
         return self._charge(round_number, sites) if self.terms.unit != "site" else ()
 
+    def before_evaluating(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
+        """Charge the sites that are about to be asked for an evaluation; returns the entries."""
+        return self._charge(round_number, sites, EVALUATE)
+
     def before_opening(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
         """Under unit `site`, charge the sites whose sum is about to be opened; returns the entries."""
         return self._charge(round_number, sites) if self.terms.unit == "site" else ()
@@ -58,11 +63,12 @@ class Spending:
         return BudgetSpent(round_number, dataset.spent().epsilon, dataset.limit, dataset.dataset)
 
     def _affords(self, round_number: int, sites: Iterable[str]) -> bool:
-        events, paid = self._read()
+        events, paid = self._read(TRAIN)
         futures, before = set(), _before(round_number, paid)
+        evaluated = Counter(site for _, site in self._read(EVALUATE)[1])
         for site in sites:
             more = () if (round_number, site) in paid else self.terms.events(1, before[site])
-            futures.add((*events.get(site, ()), *more))
+            futures.add((*events.get(site, ()), *more, *self.terms.evaluations[evaluated[site] :]))
         assert self.terms.budget is not None
         return all(self._epsilon(future) <= self.terms.budget for future in futures)
 
@@ -72,32 +78,33 @@ class Spending:
 
     def epsilons(self) -> dict[str, float]:
         """Epsilon of each site so far, by name."""
-        return {site: self._epsilon(events) for site, events in self._read()[0].items()}
+        return {site: self._epsilon(events) for site, events in self._read(TRAIN)[0].items()}
 
-    def _charge(self, round_number: int, sites: Iterable[str]) -> tuple[Entry, ...]:
-        before = _before(round_number, self._read()[1])
+    def _charge(self, round_number: int, sites: Iterable[str], purpose: Purpose = TRAIN) -> tuple[Entry, ...]:
+        before = _before(round_number, self._read(purpose)[1])
         charges = [
             Charge(
-                id=f"{self._run}/{round_number}/{site}",
+                id=release_id(self._run, purpose, round_number, site),
                 dataset=site,
                 run=self._run,
                 round=round_number,
                 attempt=0,  # a retry of the round releases the same again
-                what="update",
-                event=to_json(self.terms.events(1, before[site])),
+                what="update" if purpose == TRAIN else "evaluation",
+                event=to_json(self.terms.cost(purpose, before[site])),
                 delta=self.terms.delta,
             )
             for site in sites
         ]
         return self._ledger.charge_all(charges, None)
 
-    def _read(self) -> tuple[dict[str, list[Event]], set[tuple[int, str]]]:
-        """The events of each site, and the (round, site) pairs that are charged."""
+    def _read(self, purpose: Purpose) -> tuple[dict[str, list[Event]], set[tuple[int, str]]]:
+        """All events of each site, and the (round, site) pairs that are charged for one purpose."""
         events: dict[str, list[Event]] = {}
         paid = set()
         for entry in self._ledger.entries(self._run):
             events.setdefault(entry.charge.dataset, []).extend(from_json(entry.charge.event))
-            paid.add((entry.charge.round, entry.charge.dataset))
+            if entry.charge.purpose == purpose:
+                paid.add((entry.charge.round, entry.charge.dataset))
         return events, paid
 
     def _epsilon(self, events: Sequence[Event]) -> float:

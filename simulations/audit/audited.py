@@ -169,8 +169,9 @@ def charged(site: Site) -> tuple[Event, ...]:
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
     """A plan like the run's, for an audit to play.
 
-    Where the number of rounds or steps changes, it has the noise multiplier that the run claims instead of an epsilon
-    to meet, and no budget. The learning rate's warm-up ends before its steps do.
+    It has no evaluations. So where the run's are charged, and where the number of rounds or steps changes, it has the
+    noise multiplier that the run claims instead of an epsilon to meet, and no budget. The learning rate's warm-up ends
+    before its steps do.
 
     Args:
         plan: The run's plan.
@@ -184,7 +185,7 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
         f"{name}.{field}": value for name, fields in sections.items() for field, value in fields.items()
     }
     facts = json.loads(plan.to_json())
-    if any(
+    if plan.charged_evaluations or any(
         values.get(f"{name}.{field}", facts[name][field]) != facts[name][field] for name, field in _LENGTHS
     ):
         values |= {
@@ -194,6 +195,7 @@ def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:
         }
     # No records of an evaluation are kept apart.
     values |= {"server.evaluation": NO_EVALUATION, "simulation.public": 0.0}
+    values |= {"server.evaluation_epsilon": None}
     rounds, steps = (
         values.get(field, known)
         for field, known in (("run.rounds", plan.run.rounds), ("local.steps", plan.local.steps))

@@ -26,7 +26,7 @@ from cloister.protocol.plan.soundness import changed
 from cloister.simulations.planning import dimension_of
 from cloister.simulations.search.search import LARGEST_GRID, Search, Values, of_trial
 
-_PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps")
+_PRICED = ("run.", "model.", "cohort.", "privacy.", "local.steps", "server.evaluat")
 """What the fields begin with that can change the cost, perhaps only together with others."""
 _ROUNDING = 1e-6
 """The ledger composes the same charges in another order."""
@@ -109,8 +109,8 @@ def price_of(plan: Plan, search: Search) -> Price | None:
         runs = _corners(plan, search)
         most = max(runs, key=lambda run: spent(run, plan.privacy.delta, "rdp").epsilon)
         known = {mechanism(event) for event in most}
-        # One round of each other mechanism, because a list of mechanisms that differ is composed in another way.
-        others = [event for run in runs for event in run[:1] if mechanism(event) not in known]
+        # One release of each other mechanism, because a list of mechanisms that differ is composed in another way.
+        others = [event for run in runs for event in dict.fromkeys(run) if mechanism(event) not in known]
         charges, exact = [to_json(most)] * search.count() + [to_json(others)], len(runs) == 1
 
     def together(charges: Sequence[str]) -> Spent:

@@ -128,7 +128,10 @@ class SearchFolder(Closing):
             return None
         runs = [self.trial(trial.number) for trial in trials]
         done = [run_history(run) for run in runs if reached(run, DONE)]
-        return dataset.spent({history.run: history.summed for history in done})
+        return dataset.spent(
+            {history.run: history.summed for history in done},
+            {history.run: history.evaluated for history in done},
+        )
 
 
 def tune(folder: SearchFolder, engine: Engine, told: Told) -> Found:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from cloister.aggregation.features.evaluation import CORRECT
 from cloister.aggregation.features.in_clear import TOKENS
 from cloister.aggregation.features.site_unit import mechanism_of
-from cloister.aggregation.sums import CORRECT, Sums
+from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT, PlainSum
 from cloister.privacy.mechanism.clip import rounded_l2
 from cloister.protocol.errors import UpdateError

@@ -100,7 +100,7 @@ FEATURES: tuple[Feature, ...] = (
         "preferences", {"data.task": "prefer"}, {"data.format": "prompt", "model.adapter.scheme": "ffa-lora"}
     ),
     Feature("NF4 base", {"model.adapter.base_precision": "nf4"}, {"model.adapter.scheme": "ffa-lora"}),
-    Feature("evaluation at sites", {"server.evaluation": '""'}, {}),
+    Feature("evaluation at sites", {"server.evaluation": '"sites"'}, {}),
     Feature("Adam at the server", {"server.optimizer": "adam"}, {}),
     Feature("gate by loss", {"server.gate.loss": "0.1"}, {"server.evaluation": "public.jsonl"}),
     Feature("declared noise seed", {"simulation.noise_seed": "1"}, {}),

@@ -117,7 +117,7 @@ NOISY = ["privacy.noise_multiplier=1.0", "aggregation.weighting=uniform"]
         (["cohort.fraction=0.5"], "cohort.fraction", 'only valid with cohort.mode = "sync"'),
         (["cohort.quorum=0.5"], "cohort.quorum", 'only valid with cohort.mode = "sync"'),
         (["cohort.buffer=5"], "cohort.buffer", "at most 4, the number of sites"),
-        (["server.evaluation="], "server.evaluation", "wait for the slowest one"),
+        (["server.evaluation=sites"], "server.evaluation", "wait for the slowest one"),
         (["cohort.mode=sync", "cohort.buffer=2"], "cohort.buffer", 'only valid with cohort.mode = "async"'),
         (
             ["cohort.mode=sync", "cohort.staleness=2"],

@@ -302,7 +302,7 @@ def test_groups_of_unequal_size_take_their_own_local_steps_and_evaluate_together
         "cohort.sites=14",
         "local.balance=weighted",
         "aggregation.weighting=uniform",
-        "server.evaluation=",
+        "server.evaluation=sites",
     )
     case = Case(tmp_path, "run.rounds=1", *settings)
     (done,) = case.run()

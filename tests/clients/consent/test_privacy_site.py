@@ -128,17 +128,16 @@ def test_no_evaluation_leaves_a_site_under_privacy(federate: Federate, settings:
     assert federation.entries() == ()
 
 
-def test_without_that_guard_the_losses_would_leave(
-    federate: Federate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_three_guards_keeps_the_losses(federate: Federate, monkeypatch: pytest.MonkeyPatch) -> None:
     federation = federate([*RECORD, "data.held_out=0.3"])
     site = federation.joined()
     monkeypatch.setattr(Admission, "check_unpaid", lambda *_: None)
     with raises(StaleError, "evaluation of round 1", says="due"):
         site.contribute(asked(federation, purpose=EVALUATE))
     monkeypatch.setattr(Admission, "check_round", lambda *_: None)
-    assert whole(site.contribute(asked(federation, purpose=EVALUATE))).any()
-    assert federation.entries() == ()  # and it would not have been charged
+    with pytest.raises(AssertionError, match="were refused"):
+        site.contribute(asked(federation, purpose=EVALUATE))
+    assert federation.entries() == ()
 
 
 @UNITS

@@ -209,7 +209,7 @@ def with_records(folder: Path, records: list[dict[str, str]]) -> list[str]:
     """Settings of plans with these records, half of which sites hold out and evaluate on."""
     path = folder / "records.jsonl"
     path.write_text("".join(f"{json.dumps(each)}\n" for each in records))
-    return ["data.held_out=0.5", "server.evaluation=", f"simulation.source={path}"]
+    return ["data.held_out=0.5", "server.evaluation=sites", f"simulation.source={path}"]
 
 
 CLAMPED = {**GEMMA_3N, "altup_coef_clip": 1e-3}

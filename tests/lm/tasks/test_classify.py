@@ -717,7 +717,7 @@ def test_a_mesh_that_divides_the_head_is_refused(full: Made, capsys: pytest.Capt
 def test_losses_of_the_sites_records_are_refused_under_a_unit(
     full: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*RECORD, "server.evaluation=", "simulation.public=0.0", "data.held_out=0.2"]
+    settings = [*RECORD, "server.evaluation=sites", "simulation.public=0.0", "data.held_out=0.2"]
     arguments = set_options(settings)
     line = lone_refusal(
         capsys,

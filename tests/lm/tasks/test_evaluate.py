@@ -241,8 +241,10 @@ def test_the_coordinator_evaluates_on_the_subset_in_every_round(tmp_path: Path) 
         loaded = load_model(plan)
         weights = loaded.layout.flatten(loaded.module)
         held_out = at_coordinator(plan, loaded, records)
-        found[most] = held_out(0, weights)
-        assert held_out(7, weights) == found[most]
+        measured = held_out(0, weights)
+        assert measured is not None
+        assert held_out(7, weights) == measured
+        found[most] = measured.held_out
     few, all_ = found["5"], found["100000"]
     assert few is not None
     assert all_ is not None

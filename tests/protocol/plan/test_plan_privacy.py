@@ -53,8 +53,8 @@ UNSOUND = [
     # What leaves beside the noised sum.
     (RECORD, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
     (SITE, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
-    (RECORD, ["server.evaluation=''"], "server.evaluation is '': expected another value", '"none"'),
-    (SITE, ["server.evaluation=''"], "server.evaluation is '': expected another value", '"none"'),
+    (RECORD, ["server.evaluation=sites"], "server.evaluation is 'sites': expected another value", '"none"'),
+    (SITE, ["server.evaluation=sites"], "server.evaluation is 'sites': expected another value", '"none"'),
     (
         RECORD,
         ["simulation.per_site=true"],
@@ -130,7 +130,7 @@ UNSOUND = [
     ),
     (SITE, ["data.owner=patient"], "data.owner is 'patient': expected no value", "or remove data.owner"),
     (OWNER, ["aggregation.weighting=tokens"], "aggregation.weighting is 'tokens'", 'weighting = "uniform"'),
-    (OWNER, ["server.evaluation=''"], "server.evaluation is '': expected another value", '"none"'),
+    (OWNER, ["server.evaluation=sites"], "server.evaluation is 'sites': expected another value", '"none"'),
     # No party adds enough noise.
     (
         SITE,
