@@ -762,6 +762,7 @@ class ServerSection(PlanSection):
         Only("privacy.method", ("reference",)),
         Only("aggregation.groups", (1,)),
         Only("data.task", SCORED),
+        Only("server.evaluation_sequences", (None,)),
         _TRAINS,
     ] = None
     """Epsilon of all evaluations of a run together, at `privacy.delta`, with privacy unit `record` or `owner`. Sites
@@ -769,9 +770,7 @@ class ServerSection(PlanSection):
     budget and the target of `[privacy]` are for training and evaluations together."""
     evaluate_every: Annotated[Count, _EVALUATES] = 1
     """Rounds between evaluations; the initial and the last model are always evaluated."""
-    evaluation_sequences: Annotated[
-        Count | None, _EVALUATES, Only("server.evaluation_epsilon", (None,), because="charge", why=_UNCHARGED)
-    ] = None
+    evaluation_sequences: Annotated[Count | None, _EVALUATES] = None
     """Most sequences in an evaluation: of the coordinator's public records, or of each site's held-out records. The
     sequences are a fixed pseudo-random choice by `run.seed`, the same in every round, so that losses can be compared;
     bits per byte are then an estimate. With `data.choices` also the most prompts whose choices are compared. None: all

@@ -2,7 +2,8 @@
 
 Each site is a dataset of its own, because sites that take part in different rounds spend differently. A round is
 charged before its result can be released. Under the units `record` and `owner` every site that is asked to train is
-charged, also in an attempt that fails, because training uses its records. Under unit `site` the sum is the release, so
+charged, also in an attempt that fails, because training uses its records; so is one that is asked to evaluate
+(`server.evaluation_epsilon`). Under unit `site` the sum is the release, so
 its survivors are charged before it is opened. Correlated noise is charged for the whole run in
 a site's first round; the charges of its later rounds have no events. The sites' own ledgers do not depend on this one.
 """

@@ -126,7 +126,9 @@ LESS_NOISE_OF_THE_COORDINATOR = [
     Mutant(PROTECT, "self._noise(summed.round)", "NoiseStream.from_declared_seed(1)"),
 ]
 """Less noise of a trusted coordinator, or the same noise in two rounds."""
-UNCHARGED = Mutant("clients.consent.spending:Spending.pay", "terms.cost(purpose, len(set(rounds_paid)))", "()")
+UNCHARGED = Mutant(
+    "clients.consent.spending:Spending.pay", "terms.cost(purpose, len(set(rounds_paid)))", "()"
+)
 """Rounds are recorded, and cost nothing."""
 CHARGE = "return self._noted(self._ledger.charge("
 UNPAID_ROUND = Mutant("clients.consent.spending:Spending.pay", CHARGE, f"if round_number == 1: {CHARGE}")

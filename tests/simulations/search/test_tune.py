@@ -656,7 +656,11 @@ def test_refused_searches(
             ["privacy.noise_multiplier", "privacy.clip"],
         ),
         (OPEN, ("server.evaluation=none", "simulation.public=0.0"), ["server.evaluation", "held-out"]),
-        (OPEN, ("server.evaluation=sites", "simulation.public=0.0"), ["server.evaluation", "no charge covers"]),
+        (
+            OPEN,
+            ("server.evaluation=sites", "simulation.public=0.0"),
+            ["server.evaluation", "no charge covers"],
+        ),
         (
             OPEN,
             ("simulation.noise_seed=1", "simulation.ledger=", "simulation.dataset="),
