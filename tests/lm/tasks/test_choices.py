@@ -300,7 +300,7 @@ def test_counts_of_the_sites_records_are_refused_under_a_unit(
     arguments = set_options(settings)
     out = str(private.run.parent / "no")
     line = lone_refusal(capsys, "simulate", str(private.path), *arguments, "--out", out)
-    assert "server.evaluation is '': expected another value" in line
+    assert "server.evaluation is 'sites': expected another value" in line
 
 
 def test_public_records_of_which_no_choices_can_be_compared_are_refused(

@@ -727,7 +727,7 @@ def test_losses_of_the_sites_records_are_refused_under_a_unit(
         "--out",
         str(full.run.parent / "no"),
     )
-    assert "server.evaluation is '': expected another value" in line
+    assert "server.evaluation is 'sites': expected another value" in line
 
 
 @pytest.mark.slow

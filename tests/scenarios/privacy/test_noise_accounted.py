@@ -173,7 +173,7 @@ PAY = "clients.consent.spending:Spending.pay"
 UNPAID = [
     UNCHARGED,
     UNPAID_ROUND,
-    Mutant("clients.consent.spending:Spending._charge", "/{round_number}/{secrets.token_hex(8)}", ""),
+    Mutant("clients.consent.spending:Spending._charge", ", round_number, secrets.token_hex(8)", ""),
 ]
 """Rounds that nothing is charged for, or under the id of another charge."""
 STEP_MUTANTS = [

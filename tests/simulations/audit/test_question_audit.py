@@ -141,14 +141,14 @@ UNIT_SUM, ENCODE, STEPS = (
 )
 ANSWERED, ANSWER = "clients.training.ask:Asked.update", "task.code.answer(units)"
 OVER = "privacy.ledger.dataset:DatasetLedger"
-DRAWN, STREAM = "clients.site:Site._update", "self._simulated.noise(round_number)"
+DRAWN, STREAM = "clients.site:Site._charged", "self._simulated.noise(about.round)"
 CUT = "np.where(within, rounded, np.trunc(scaled))"
 TOUCHED = "len(part.at) <= self.shape.touched and ("
 ENCODED = "self.asked.encode(units, self.noise, vector[: self.layout.size])"
 CODE, SKELLAM = "aggregation.features.question:UnitCode.answer", 'noise.child("skellam")'
 PAY, CHARGED = (
     "clients.consent.spending:Spending.pay",
-    "self._charge(plan, run, round_number, events)",
+    "self._charge(plan, run, round_number, events, purpose)",
 )
 REPLACE = '__import__("dataclasses").replace'
 NO_NOISE = f"{REPLACE}(task.code, asked={REPLACE}(task.code.asked, variance=1e-6))"
@@ -178,7 +178,7 @@ LESS_NOISE = [
         NOISE,
     ),
     (Mutant(ENCODE, f"{SKELLAM}.skellam", "type(noise).from_declared_seed(1).skellam"), REPEATED),
-    (Mutant(DRAWN, STREAM, "NoiseStream.from_declared_seed(round_number)"), REPEATED),
+    (Mutant(DRAWN, STREAM, "NoiseStream.from_declared_seed(about.round)"), REPEATED),
 ]
 """Half of the noise, or of its variance, on the way to a vector; noise that counts on all sites, and none at one; the
 same at all sites, and in all answers."""
