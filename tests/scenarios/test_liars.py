@@ -306,6 +306,10 @@ def test_a_site_that_lies_in_its_weight_does_not_end_a_run_as_if_all_were_well(
         assert all(f"total of weight is {8 + added}" in event.spoiled for event in spoiled)
         assert raised.value.value == spoiled[-1].spoiled
         assert not [event for event in events if isinstance(event, RoundDone)]
+    if rounds <= attempts:  # none is left: continued, it does not end as if all were well either
+        with RunFolder.reopen(tmp_path / "run") as folder, pytest.raises(QuorumError):
+            run(folder, federation.channel, events.append, roster=federation.roster)
+        assert not (tmp_path / "run" / "final").exists()
 
 
 @pytest.mark.parametrize(

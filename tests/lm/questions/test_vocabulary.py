@@ -15,7 +15,7 @@ from cloister.lm.questions.vocabulary import split
 from cloister.protocol.plan.soundness import Plan
 from cloister.protocol.questions.registry import kind_of
 from cloister.protocol.questions.vectors import Sparse
-from cloister.protocol.questions.vocabulary import OF_WORD, ROWS
+from cloister.protocol.questions.vocabulary import OF_WORD, ROWS, _longer
 from cloister.tests.lm.questions.test_questions_at_a_site import OWNERS, PRIVATE, held, question
 
 WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = {}\nbuckets = 16384\n'
@@ -118,3 +118,16 @@ def test_words_are_those_of_a_tokenizer_or_runs_of_characters() -> None:
     assert split("über uns", 2) == {"üb".encode(), b"be", b"er", b"un", b"ns"}
     assert split("東京都", 2) == {"東京".encode(), "京都".encode()}
     assert split("x" * 17 + " " + "y" * 15, 0) == {b" " + b"y" * 15}
+
+
+def test_a_lying_site_does_not_make_the_reading_endless() -> None:
+    """Whatever it puts into the tables: at most so many prefixes are tried, in memory that does not grow with them."""
+    plan, draw = question(WORDS.format(64)), np.random.default_rng(3)
+    count = kind_of(plan).count(plan)
+    lied = np.where(draw.random(count) < 0.5, 1e6, 0.0)
+    assert len(kind_of(plan).figures(plan, lied, 5.0)) < 2**21
+    every = np.stack(np.divmod(np.arange(2**14), 256), axis=1).astype(np.uint8) + np.uint8(1)
+    for more in (1, 2):
+        tried = _longer(every, more, np.ones((256, 256), bool))
+        assert 0 < len(tried) <= 2**20 + 2**21
+        assert tried.shape[1] == 2 + more

@@ -16,6 +16,7 @@ from cloister.privacy.ledger.policy import Policy, load_policy
 from cloister.protocol.errors import PolicyError
 from cloister.protocol.plan.plan import AdapterSection, Plan, PrivacySection
 from cloister.protocol.plan.soundness import parse
+from cloister.protocol.questions.registry import KINDS
 from cloister.tests.parties.federation import changed
 from cloister.tests.tools.raises import raises
 
@@ -400,3 +401,7 @@ def test_an_offer_says_whether_the_guarantee_depends_on_the_coordinator(
     else:
         offer.check(Policy())
     offer.check(Policy(trusted_coordinator=True))
+
+
+def test_a_policy_can_list_each_kind_of_question() -> None:
+    assert {*get_args(policies.QuestionKind)} == KINDS.keys()

@@ -15,7 +15,7 @@ from cloister.lm.tasks.registry import Pin, task_of
 from cloister.lm.text.records import Unusable
 from cloister.lm.text.tokenizer import byte_tokenizer
 from cloister.lm.training.optimizer import optimizer_of
-from cloister.protocol.errors import PackageError, PlanError, PolicyError
+from cloister.protocol.errors import ConsentError, PackageError, PlanError, PolicyError
 from cloister.protocol.machine.packages import _PINS, _loaded, check, installed, load
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import changed, parse
@@ -175,6 +175,22 @@ def test_a_site_runs_only_what_its_policy_lists(package: Package, tmp_path: Path
     with raises(PolicyError, "package"):
         federation.site(policy=policy).contribute(federation.request(number=2))
     assert f"{package.name}.own" not in sys.modules
+
+
+def test_a_site_that_did_not_consent_tells_nothing_of_its_policy_or_packages(
+    package: Package, tmp_path: Path
+) -> None:
+    """Consent comes first; and of a policy that cannot be read the coordinator learns no line."""
+    federation = Federation(tmp_path / "sites", plan_of(package, "aggregation.secure=false"))
+    policy = 'units = ["none"]\nsecure_required = false\nleast_cohort = 1\n'
+    listing = federation.site(policy=f'{policy}packages = ["hiv-registry"]\n', pinned=False)
+    with pytest.raises(ConsentError):
+        listing.join(federation.join_request())
+    for pinned in (False, True):
+        site = federation.site(policy='least_cohort = "ask Dr Miller"\n', pinned=pinned)
+        with pytest.raises(PlanError) as raised:
+            site.join(federation.join_request())
+        assert "Miller" not in str(raised.value)
 
 
 def test_a_process_imports_one_version_of_a_package(package: Package) -> None:
