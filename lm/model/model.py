@@ -40,7 +40,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from cloister.lm.model import frozen, saved
 from cloister.lm.model.layout import Layout, Vector
-from cloister.lm.model.origin import origin
+from cloister.lm.model.origin import origin, plain
 from cloister.lm.model.own import know
 from cloister.lm.model.schedule import HEAD, LOOKED_AT, Schedule
 from cloister.lm.model.writes import names_of, writes_of
@@ -255,13 +255,6 @@ def class_of(module: nn.Module) -> Auto:
     """The automatic class of a model."""
     # Sharding gives the class a new name, with the old one at its end.
     return auto_of([type(plain(module)).__name__])
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """The model of transformers without its adapter."""
-    get_base: Any = getattr(module, "get_base_model", None)
-    plain: nn.Module = module if get_base is None else get_base()
-    return plain
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def origin(
     own = bool(model.type) or not model.name.startswith("builtin:")
     if own:
         config: Any = module.config  # under an adapter that of its base
-        digest.update(pack("configuration", _canonical(config), type(_base_of(module)).__name__))
+        digest.update(pack("configuration", _canonical(config), type(plain(module)).__name__))
         # The plan's seed gives the frozen factors of an adapter, and their last bits are those of a processor.
         drawn = _of_adapter(module)
         for name, value in sorted(dict((*module.named_parameters(), *module.named_buffers())).items()):
@@ -76,11 +76,11 @@ def _of_adapter(module: nn.Module) -> set[int]:
     }
 
 
-def _base_of(module: nn.Module) -> nn.Module:
-    """The model of transformers under an adapter."""
+def plain(module: nn.Module) -> nn.Module:
+    """The model of transformers without its adapter."""
     get_base: Any = getattr(module, "get_base_model", None)
-    base: nn.Module = module if get_base is None else get_base()
-    return base
+    plain: nn.Module = module if get_base is None else get_base()
+    return plain
 
 
 def _canonical(config: PreTrainedConfig) -> str:
@@ -88,9 +88,9 @@ def _canonical(config: PreTrainedConfig) -> str:
 
     def fields(value: Any) -> Any:
         if isinstance(value, PreTrainedConfig):
-            # Fields alone do not tell two types of models apart.
-            kind = {"class": type(value).__name__}
-            return kind | {name: each for name, each in vars(value).items() if name not in _ELSEWHERE}
+            known = {name: each for name, each in vars(value).items() if name not in _ELSEWHERE}
+            # Fields alone do not tell two types of models apart; beside them no field can take the type's place.
+            return {"class": type(value).__name__, "fields": known}
         if isinstance(value, set):
             return sorted(map(str, value))
         if isinstance(value, torch.dtype):

@@ -87,11 +87,12 @@ def samples(folder: Path, count: int, *, max_new_tokens: int = 256, seed: int = 
     longest = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest > 0:
         max_new_tokens = min(max_new_tokens, longest - 1)
-    with seeded("samples", seed):
-        for begin in range(0, count, _AT_ONCE):
-            given = torch.tensor([_first(tokenizer)] * min(_AT_ONCE, count - begin))
-            for row in _continued(module, tokenizer, given, max_new_tokens, 1.0):
-                yield _text(tokenizer, row[1:])
+    for begin in range(0, count, _AT_ONCE):
+        given = torch.tensor([_first(tokenizer)] * min(_AT_ONCE, count - begin))
+        with seeded("samples", seed, begin):  # not around `yield`: the caller's random state is its own
+            rows = _continued(module, tokenizer, given, max_new_tokens, 1.0)
+        for row in rows:
+            yield _text(tokenizer, row[1:])
 
 
 _AT_ONCE = 64

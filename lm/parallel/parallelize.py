@@ -28,7 +28,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from cloister.lm.model.model import LanguageModel, plain
+from cloister.lm.model.model import LanguageModel
+from cloister.lm.model.origin import plain
 from cloister.lm.parallel.mesh import Mesh, check_styles, degrees
 
 

@@ -83,12 +83,10 @@ def _words_of(record: Record, question: QuestionSection, unit: bytes | None, wor
         text = record.get(question.field)
         if isinstance(text, str):
             drawn = text.encode(errors="surrogatepass") if unit is None else unit
-            for begin in range(
-                0, min(len(text), _MOST_TEXT), _PART
-            ):  # so that a long text needs no more memory
-                words = _drawn(
-                    words | split(text[begin : begin + _PART], question.ngram), question.words, drawn
-                )
+            # Part by part, so that a long text needs no more memory.
+            for begin in range(0, min(len(text), _MOST_TEXT), _PART):
+                found = split(text[begin : begin + _PART], question.ngram)
+                words = _drawn(words | found, question.words, drawn)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of a tokenizer too: each would reveal that the record is there

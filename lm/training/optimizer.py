@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cloister.lm.model.model import class_of, heads_of, plain
+from cloister.lm.model.model import class_of, heads_of
+from cloister.lm.model.origin import plain
 from cloister.lm.model.weights import Named
 from cloister.lm.training.muon import Muon, iterations_in
 from cloister.protocol.errors import PackageError

@@ -44,7 +44,7 @@ _FOLLOWED = 2**14
 _TRIED = 2**20
 """Prefixes that are tried where any byte may come, of which few share the cells of others in both rows."""
 _MOST_TRIED = 2**21
-"""Prefixes of a length that are tried at most, whatever a lying site has put into the tables."""
+"""Further prefixes that are tried at most, whatever a lying site has put into the tables."""
 _ALIKE = 3.0
 """Deviations of their difference within which both rows are taken to tell the same number."""
 
@@ -205,7 +205,7 @@ def _longer(prefixes: Bytes, more: int, following: Mask) -> Bytes:
 
     That is any byte, or any two of those that are in a prefix that is certain; the second may be the end of the word.
     After the first `_TRIED` of such prefixes, many would only share the cells of others. Then it is a byte that is in
-    such a prefix, or two that have followed each other, and the byte before them, in one; `_MOST_TRIED` in all.
+    such a prefix, or two that have followed each other, and the byte before them, in one; `_MOST_TRIED` at most.
 
     Args:
         prefixes: P prefixes that have not ended, those with most units first.

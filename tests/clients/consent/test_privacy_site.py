@@ -17,15 +17,13 @@ import torch
 
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector.average import WEIGHT
-from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.admission import Admission
 from cloister.clients.consent.spending import Spending
 from cloister.clients.network.serve import reticent
 from cloister.clients.ranks.resident import Resident
 from cloister.clients.setup.config import read_config
 from cloister.clients.site import Site
-from cloister.clients.state.attempt import Attempts
-from cloister.clients.state.kept import Kept, Written, run_folder, update_path
+from cloister.clients.state.kept import Kept, run_folder, update_path
 from cloister.clients.training.dpsgd import ClippedSum, PrivateTrainer
 from cloister.lm.model.model import load_model
 from cloister.lm.training.train import LocalUpdate, Trainer
@@ -50,7 +48,6 @@ from cloister.protocol.identity.roster import load_identity, new_identity
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import (
     EVALUATE,
-    NOTHING_CARRIED,
     Agree,
     Begin,
     Contribute,
@@ -88,17 +85,6 @@ UNITS = pytest.mark.parametrize("settings", [RECORD, CENTRAL, SKELLAM], ids=["re
 @pytest.fixture
 def federate(tmp_path: Path) -> Federate:
     return lambda settings: Federation(tmp_path, tiny(*settings))
-
-
-@pytest.fixture
-def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secure sum without its masks: a test can then look at the vector that goes into it."""
-
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
-        pieces = make(NOTHING_CARRIED)
-        return None, Written(manifest_of(pieces), pieces)
-
-    monkeypatch.setattr(Attempts, "mask", mask)
 
 
 def asked(federation: Federation, **about: Any) -> Contribute:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,12 +62,26 @@ def buffer(module: PreTrainedModel) -> None:
     value.data[-1] += 1e-6
 
 
+def type_of_settings(module: PreTrainedModel) -> None:
+    other: Any = type("OtherConfig", (type(module.config),), {})
+    made = other.__new__(other)
+    vars(made).update(vars(module.config))
+    module.config = made
+
+
+def type_of_model(module: PreTrainedModel) -> None:
+    other: Any = type("OtherForCausalLM", (type(module),), {})
+    module.__class__ = other
+
+
 CHANGES: dict[str, Callable[[PreTrainedModel], None]] = {
     "a frozen value": lm_head,
     "a buffer": buffer,
     "a setting that is saved": lambda module: setattr(module.config, "rms_norm_eps", 1e-5),
     "a setting that is not saved": lambda module: setattr(module.config, "_is_quantized", True),
     "an unknown setting": lambda module: setattr(module.config, "another", 1),
+    "the type of the settings": type_of_settings,
+    "the type of the model": type_of_model,
 }
 
 

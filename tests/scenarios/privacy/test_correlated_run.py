@@ -17,11 +17,8 @@ from scipy import stats
 from scipy.linalg import toeplitz
 
 from cloister.aggregation.features.server_optimizer import ServerOptimizer
-from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.spending import Spending as SiteSpending
-from cloister.clients.state.attempt import Attempts
 from cloister.clients.state.carried import Carried
-from cloister.clients.state.kept import Written
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import count_parameters, load_model
 from cloister.lm.training.moments import Carry
@@ -44,7 +41,7 @@ from cloister.privacy.mechanism.site_noise import SiteMechanism
 from cloister.privacy.report.report import verdict
 from cloister.protocol.errors import PlanError, PolicyError, RunFolderError, StaleError
 from cloister.protocol.messages.cohort import draw_of
-from cloister.protocol.messages.messages import NOTHING_CARRIED, TRAIN, Agree, Contribute, Inbox, Instructions
+from cloister.protocol.messages.messages import TRAIN, Agree, Contribute, Inbox, Instructions
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.soundness import from_json as plan_from_json
 from cloister.server import run as run_module
@@ -318,15 +315,6 @@ def test_the_target_is_met_by_the_run_as_a_whole() -> None:
 
 
 # What a site refuses.
-
-
-@pytest.fixture
-def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
-        pieces = make(NOTHING_CARRIED)
-        return None, Written(manifest_of(pieces), pieces)
-
-    monkeypatch.setattr(Attempts, "mask", mask)
 
 
 @pytest.mark.usefixtures("before_masks")

@@ -11,17 +11,14 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.ranks.device_mesh import mesh_for
-from cloister.clients.state.attempt import Attempts
-from cloister.clients.state.kept import Written, run_folder
+from cloister.clients.state.kept import run_folder
 from cloister.lm.questions.evaluate import evaluate
 from cloister.lm.questions.question import Held
 from cloister.privacy.accounting.accountant import composed, epsilon_of
@@ -39,7 +36,7 @@ from cloister.protocol.errors import (
     StaleError,
 )
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.messages import EVALUATE, NOTHING_CARRIED, TRAIN, Agree, Begin, Inbox
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Agree, Begin, Inbox
 from cloister.protocol.plan.plan import NO_EVALUATION, MeshSection
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, parse
@@ -114,17 +111,6 @@ def cells_of(federation: Federation, index: int, weights: npt.NDArray[np.float32
     units: Vectors = np.concatenate([np.asarray(each) for each in evaluate(asked, held, (loaded.model,))])
     found: Vectors = units.sum(axis=0)
     return found
-
-
-@pytest.fixture
-def before_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secure sum without its masks: a test can then look at the vector that goes into it."""
-
-    def mask(_self: Attempts, _inbox: Inbox, _round: int, _told: bytes, make: Any, *_: Any, **__: Any) -> Any:
-        pieces = make(NOTHING_CARRIED)
-        return None, Written(manifest_of(pieces), pieces)
-
-    monkeypatch.setattr(Attempts, "mask", mask)
 
 
 def evaluated(federation: Federation, number: int, index: int = 0) -> Vectors:

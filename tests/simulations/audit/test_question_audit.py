@@ -11,6 +11,7 @@ import pytest
 from cloister.cli.main import main
 from cloister.protocol.plan.soundness import Plan
 from cloister.server.record.folder import RunFolder
+from cloister.simulations.audit import questions
 from cloister.simulations.federation import lay_out
 from cloister.tests.simulations.audit.audited import (
     NOISE,
@@ -297,3 +298,20 @@ def test_noise_that_repeats_inside_an_answer_raises_an_alarm(
     assert code == 3
     assert TWICE in result["row"]["problem"]
     assert NOISE not in result["row"]["problem"]
+
+
+@pytest.mark.slow
+def test_the_noise_of_every_site_is_seen_where_an_answer_shows_that_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With very many cells the sites take turns; that of the first site alone would hide the others."""
+    monkeypatch.setattr(questions, "_MOST_SEEN", 1)
+    run = folder_of(question(tmp_path / "honest", WARDS))
+    code, result, _ = ran(capsys, run, "--canaries", "30")
+    assert (code, result["alarm"]) == (0, False)
+    run = folder_of(question(tmp_path / "silent", WARDS))
+    silent = f"({NO_NOISE} if '/site-001/' in str(path) else task.code).answer(units)"
+    Mutant(ANSWERED, ANSWER, silent).plant(monkeypatch)
+    code, result, _ = ran(capsys, run, "--canaries", "30")
+    assert (code, result["alarm"]) == (3, True)
+    assert NOISE in result["row"]["problem"]
