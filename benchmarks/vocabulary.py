@@ -1,12 +1,15 @@
 """Bits per byte with a tokenizer from a vocabulary question beside one of the sites' own text and a public one.
 
-The sites' text is functions of the installed packages torch and transformers, which are dependencies of this package;
-the public text is that of `builtin:python-docs`. A question asks eight sites for frequent words, at epsilon 4 and delta
-1e-6 for each function. A tokenizer learns from its answer and the public text, a second one from the sites' own text,
-and a third from the public text alone. With each a small model is trained in the same number of steps on the sites'
-functions, and evaluated on others.
+The sites' text is functions of the installed packages torch and transformers, which are dependencies of this package,
+and the public text is that of `builtin:python-docs`; or, with `--language`, the sites' text is the paragraphs of the
+machine's manual pages in that language, and the public text those in English (Debian's packages manpages-de, manpages
+and manpages-dev, for example). A question asks eight sites for frequent words, at epsilon 4 and delta 1e-6 for each
+record. A tokenizer learns from its answer and the public text, a second one from the sites' own text, and a third from
+the public text alone. With each a small model is trained in the same number of steps on the sites' records, and
+evaluated on others.
 
-    python benchmarks/vocabulary.py [--json] [--functions N] [--vocab N] [--steps N] [--length N] [--seeds N]
+    python benchmarks/vocabulary.py [--json] [--records N] [--language CODE] [--manuals FOLDER]
+        [--words N] [--ngram N] [--vocab N] [--steps N] [--length N] [--seeds N]
 
 Keys of the JSON: for each of `own`, `question` and `public`, `bits_per_byte` (medians over the seeds) and
 `bytes_per_token`; of the question `epsilon`, `units`, `words` that were found, `false` ones that no unit has,
@@ -19,9 +22,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gzip
 import importlib.util
 import json
 import random
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -37,8 +42,7 @@ from cloister.lm.text.tokenizer import train_tokenizer
 from cloister.privacy.accounting.terms import terms_of
 from cloister.protocol.plan.soundness import Plan
 from cloister.protocol.questions.registry import kind_of
-from cloister.server.record.folder import RunFiles, RunFolder
-from cloister.server.record.outcome import read_answer
+from cloister.server.record.folder import RunFiles, RunFolder, read_answer
 from cloister.simulations.federation import simulate
 
 PACKAGES = ("torch", "transformers")
@@ -46,7 +50,8 @@ HELD_OUT = 1000
 QUESTION = """[question]
 kind = "vocabulary"
 field = "text"
-words = 64
+words = {words}
+ngram = {ngram}
 [privacy]
 unit = "record"
 target_epsilon = 4.0
@@ -54,7 +59,7 @@ delta = 1e-6
 [cohort]
 sites = 8
 [simulation]
-source = "{}"
+source = "{source}"
 partition = "iid"
 """
 TRAINING = """[run]
@@ -112,6 +117,71 @@ def functions() -> Iterator[str]:
                         yield text
 
 
+BEGINS = {"PP", "P", "LP", "SH", "SS", "TP", "IP", "HP", "Sh", "Ss", "Pp", "It"}
+"""Requests of a manual page that begin a paragraph."""
+LAYOUT = {
+    "TH",
+    "Dd",
+    "Dt",
+    "Os",
+    "RS",
+    "TA",
+    "sp",
+    "nf",
+    "fi",
+    "if",
+    "ie",
+    "el",
+    "de",
+    "so",
+    "ad",
+    "TS",
+    "ds",
+    "nr",
+}
+"""Requests whose arguments are no text."""
+ESCAPES = re.compile(r"\\(?:[fF*n](?:\[[^]]*\]|\(..|.)|s[+-]?\d|\(..|\[[^]]*\]|.)")
+SHORTEST = 40
+"""Characters of a paragraph that counts."""
+
+
+def paragraphs(page: str) -> Iterator[str]:
+    """The paragraphs of a manual page, without its layout."""
+    part: list[str] = []
+    for line in page.splitlines():
+        name, _, words = line[1:].partition(" ") if line[:1] in {".", "'"} else ("", "", line)
+        if name in BEGINS:
+            yield " ".join(part)
+            part = []
+        if not name.startswith('\\"') and name not in LAYOUT:
+            part += ESCAPES.sub(
+                lambda found: "-" if found[0] == "\\-" else "", words.replace('"', "")
+            ).split()
+    yield " ".join(part)
+
+
+def manuals(folder: Path) -> list[str]:
+    """The paragraphs of manual pages, each once."""
+    pages = (
+        gzip.decompress(file.read_bytes()).decode(errors="replace")
+        for file in sorted(folder.glob("man*/*.gz"))
+    )
+    found = dict.fromkeys(text for page in pages for text in paragraphs(page) if len(text) >= SHORTEST)
+    return list(found)
+
+
+def texts_of(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The sites' texts and the public ones."""
+    if arguments.language is None:
+        return list(functions()), [record["text"] for record in corpus_records("builtin:python-docs").records]
+    texts, public = (
+        manuals(folder) for folder in (arguments.manuals / arguments.language, arguments.manuals)
+    )
+    if not texts or not public:
+        sys.exit(f"no manual pages in {arguments.language} and in English below {arguments.manuals}")
+    return texts, public
+
+
 def wrote(path: Path, texts: Iterable[str]) -> Path:
     """A file of records."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -150,13 +220,12 @@ def trained(
 
 def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures."""
-    texts = list(functions())
+    texts, public = texts_of(arguments)
     random.Random(0).shuffle(texts)
-    held, texts = texts[:HELD_OUT], texts[HELD_OUT : HELD_OUT + arguments.functions]
-    public = [record["text"] for record in corpus_records("builtin:python-docs").records]
+    held, texts = texts[:HELD_OUT], texts[HELD_OUT : HELD_OUT + arguments.records]
     source, other = wrote(folder / "sites.jsonl", texts), wrote(folder / "held.jsonl", held)
     question = folder / "question.toml"
-    question.write_text(QUESTION.format(source))
+    question.write_text(QUESTION.format(source=source, words=arguments.words, ngram=arguments.ngram))
     with contextlib.redirect_stdout(sys.stderr):
         if cloister(["ask", str(question), "--out", str(folder / "answer")]):
             sys.exit("the question was not answered")
@@ -169,7 +238,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     train_tokenizer(public, "bpe", arguments.vocab).save_pretrained(folder / "public")
     files = RunFiles(folder / "answer")
     told = {each.name: each for each in read_answer(files).figures}
-    exact = Counter(word.decode() for text in texts for word in split(text, 0))
+    exact = Counter(word.decode() for text in texts for word in split(text, arguments.ngram))
     plan = Plan.load(question)
     terms = terms_of(plan, 1)
     assert terms is not None
@@ -208,7 +277,13 @@ def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--functions", type=int, default=60_000)
+    parser.add_argument("--records", type=int, default=60_000)
+    parser.add_argument("--language", help="of the sites' text, such as de; without it, functions")
+    parser.add_argument("--manuals", type=Path, default=Path("/usr/share/man"))
+    parser.add_argument("--words", type=int, default=64, help="of a record that count")
+    parser.add_argument(
+        "--ngram", type=int, default=0, help="characters of a word; 0: as a tokenizer cuts them"
+    )
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")

@@ -32,7 +32,7 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import identity
 from cloister.server.record.journal import Entry, Journal
-from cloister.server.record.outcome import Outcome, outcome, save_result
+from cloister.server.record.outcome import Outcome, outcome, public_beside, save_result
 from cloister.server.record.phases import Phase, Phases
 from cloister.server.record.progress import (
     BudgetSpent,
@@ -140,6 +140,7 @@ def run(
         for failure in members.refusals:
             journal.record(last, 0, steps.REFUSED, {"site": failure.site, "reason": failure.reason})
         evaluations = Evaluations(_evaluation(party, model, folder.evaluated_on(plan)))
+        beside = public_beside(folder, model)  # before anything is charged: its records may be missing
         context = RoundContext(party, checkpoints, weights, evaluations, released)
         preparing.close()
         observe(Started(plan, tuple(members.sites), model.layout.size, last))
@@ -154,7 +155,7 @@ def run(
             with closing(party.outstanding) if party.outstanding else nullcontext():
                 last, stopped = _rounds(context, rows, last)
         with phases.during(Phase.CHECKPOINT):
-            save_result(folder, sums, model, weights)
+            save_result(folder, sums, model, weights, beside)
             digest = params_sha256(weights)
         epsilon = (
             party.spending.epsilon() if party.spending else None
@@ -295,7 +296,9 @@ def _exceeded(party: Party, number: int, sites: Sequence[str]) -> BudgetSpent | 
 def _evaluation(party: Party, model: LanguageModel, source: str) -> Evaluation:
     if party.plan.at_sites:
         return at_sites(party)
-    return nowhere if source == NO_EVALUATION else at_coordinator(party.plan, model, source)
+    if party.plan.question is not None or source == NO_EVALUATION:
+        return nowhere
+    return at_coordinator(party.plan, model, source)
 
 
 def _private(folder: Path) -> Path:

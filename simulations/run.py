@@ -18,7 +18,7 @@ from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.plan.plan import MeshSection
 from cloister.protocol.plan.plan import Plan as Contract
 from cloister.protocol.plan.soundness import Plan, changed
-from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_plan, trained_plan
+from cloister.server.record.folder import RunFiles, RunFolder, free_path, read_answer, read_plan, trained_plan
 from cloister.server.record.progress import Preparing
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def ask(
     plan: Contract,
     *,
     sites: Mapping[str, Any] | None = None,
+    evaluation: Any = None,
     out: str | Path | None = None,
     workers: int | None = None,
     ray_address: str | None = None,
@@ -113,6 +114,7 @@ def ask(
     Args:
         plan: A plan with a question.
         sites: As for `simulate`.
+        evaluation: Public records that a question about models evaluates too; None: the plan's own.
         out: As for `simulate`.
         workers: As for `simulate`.
         ray_address: As for `simulate`.
@@ -128,7 +130,7 @@ def ask(
         )
     from cloister.simulations.given import Given
 
-    return _run(Given.of(plan, sites), out, workers, ray_address, quiet=quiet)
+    return _run(Given.of(plan, sites, evaluation=evaluation), out, workers, ray_address, quiet=quiet)
 
 
 def _check_plan(plan: Contract) -> None:
@@ -218,8 +220,6 @@ class Run:
         Raises:
             RunFolderError: the run asked no question, is not finished, or ended before its sum was opened.
         """
-        from cloister.server.record.outcome import read_answer
-
         return read_answer(self._files)
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from collections.abc import Mapping
 
@@ -13,10 +11,10 @@ from rich.text import Text
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.answer import Answer
-from cloister.privacy.report.figures import at_most
+from cloister.privacy.report.figures import at_most, visible, with_error
 from cloister.protocol.questions.estimate import CLEAR, WITHIN, Estimate
-from cloister.server.record.folder import RunFiles, read_plan
-from cloister.server.record.outcome import ANSWER, outcome, read_answer
+from cloister.server.record.folder import RunFiles, read_answer, read_plan
+from cloister.server.record.outcome import outcome
 
 _MOST = 60
 """Figures that are printed."""
@@ -57,19 +55,23 @@ def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, st
     elif found.epsilon is not None:
         spent = f"epsilon {at_most(found.epsilon)} at delta {plan.privacy.delta:g}, this question alone"
         console.say(f"protects {unit(plan)}: {spent}")
-    console.say(f"answer  {files.final / ANSWER}")
+    console.say(f"answer  {files.answer}")
     console.say(f"report  cloister report {shlex.quote(str(files.path))}")
 
 
 def _table(answer: Answer) -> Table:
     headings = [answer.kind, "value", "noise, 95 %", "sampling, 95 %"]
     bars = answer.kind == "histogram"
-    table = columns(*headings, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
+    beside = ["public records"] if answer.public else []
+    table = columns(*headings, *beside, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
     largest = max((each.value or 0.0 for each in answer.figures if each.name in answer.cells), default=0.0)
     for each in answer.figures[:_MOST]:
-        sampling = "" if each.sampling is None else f"± {_number(WITHIN * each.sampling)}"
-        noise = "" if each.value is None else f"± {_number(WITHIN * each.noise)}"
-        row: list[Text | str] = [Text(_shown(each.name)), _value(each), noise, sampling]
+        sampling = "" if each.sampling is None else f"± {with_error(WITHIN * each.sampling)}"
+        noise = "" if each.value is None else f"± {with_error(WITHIN * each.noise)}"
+        row: list[Text | str] = [Text(visible(each.name)), _value(each), noise, sampling]
+        if beside:
+            exact = answer.public.get(each.name)
+            row.append("-" if exact is None else with_error(exact, each.noise))
         if bars:
             length = round(_WIDTH * each.value / largest) if each.name in answer.cells and each.value else 0
             row.append(Text("█" * length, justify="left"))
@@ -77,17 +79,5 @@ def _table(answer: Answer) -> Table:
     return table
 
 
-def _shown(name: str) -> str:
-    """A word with its spaces and line ends to be seen."""
-    return name if name.isprintable() and name.strip() == name else json.dumps(name, ensure_ascii=False)
-
-
 def _value(estimate: Estimate) -> str:
-    return "-" if estimate.value is None else _number(estimate.value, estimate.noise)
-
-
-def _number(value: float, error: float = math.nan) -> str:
-    """A number with the digits that its error leaves, or two that count."""
-    size = error if math.isfinite(error) and error > 0 else abs(value)
-    digits = 1 - math.floor(math.log10(size)) if size > 0 else 0
-    return f"{value:,.{min(max(digits, 0), 6)}f}"
+    return "-" if estimate.value is None else with_error(estimate.value, estimate.noise)

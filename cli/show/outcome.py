@@ -28,9 +28,9 @@ from cloister.protocol.figure import finite
 from cloister.protocol.messages.messages import EVALUATE, TRAIN
 from cloister.protocol.plan.plan import DataSection
 from cloister.server.display import LineDisplay
-from cloister.server.record.folder import RunFolder
+from cloister.server.record.folder import RunFolder, read_answer
 from cloister.server.record.history import run_history
-from cloister.server.record.outcome import Outcome, read_answer
+from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
 from cloister.server.record.report import gather, most_charges, over_runs
 from cloister.simulations.federation import left_out

@@ -15,7 +15,7 @@ from pathlib import Path
 from cloister.cli.options.shared_options import Parser, chosen_plan
 from cloister.cli.verbs.simulate import add_start, start, start_fields
 from cloister.protocol.errors import PlanError, RunFolderError
-from cloister.server.record.folder import RunFiles, read_plan
+from cloister.server.record.folder import RunFiles, read_answer, read_plan
 
 
 def options(parser: Parser) -> None:
@@ -46,7 +46,7 @@ def _show(files: RunFiles, arguments: argparse.Namespace) -> int:
         )
     from cloister.cli.show.answer import print_answer
     from cloister.cli.show.console import PipedConsole
-    from cloister.server.record.outcome import outcome, read_answer
+    from cloister.server.record.outcome import outcome
 
     outcome(files)  # refuses a run that is not finished
     if arguments.json:

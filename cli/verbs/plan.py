@@ -84,8 +84,8 @@ def _weights(arguments: argparse.Namespace) -> int:
     counts are from. The answer was charged when it was asked for; its weights cost nothing more. The rest of the file
     stays as it is.
     """
-    from cloister.server.record.folder import RunFiles
-    from cloister.server.record.outcome import ANSWER, private_plan, read_answer
+    from cloister.server.record.folder import RunFiles, read_answer
+    from cloister.server.record.outcome import private_plan
 
     path, files = Path(arguments.plan), RunFiles(Path(arguments.from_question))
     text = read_text(path)
@@ -96,7 +96,7 @@ def _weights(arguments: argparse.Namespace) -> int:
             f"the run of a histogram whose question.values have the plan's classes, {', '.join(classes)}"
         )
         raise RunFolderError(arguments.from_question, expected=expected)
-    digest = hashlib.sha256((files.final / ANSWER).read_bytes()).hexdigest()
+    digest = hashlib.sha256(files.answer.read_bytes()).hexdigest()
     # A class that is not told apart from none counts as the smallest that would be.
     least = CLEAR * answer.deviation
     counts = {name: max(answer.cells[name], least) for name in classes}

@@ -17,7 +17,7 @@ from cloister.cli.options.shared_options import Parser, add_action, tell
 from cloister.lm.text.sources import places
 from cloister.protocol.errors import CloisterError, DataError, RunFolderError
 from cloister.protocol.machine.storage import check_empty, write_folder
-from cloister.server.record.folder import RunFiles
+from cloister.server.record.folder import RunFiles, read_answer
 
 
 def options(parser: Parser) -> None:
@@ -105,13 +105,13 @@ def _texts(file: str, field: str) -> Iterator[str]:
         yield text
 
 
-_MOST_WORDS = 2**22
-"""Words that are learned from; the counts of a question are scaled down to it."""
+_LEARNED_WORDS = 2**22
+"""Words that are learned from, about: those of a question weigh as a long text does, beside any public text."""
 
 
 def _words(run: str) -> Iterator[str]:
-    """The words of a vocabulary, each as often as its units, or in proportion."""
-    from cloister.server.record.outcome import private_plan, read_answer
+    """The words of a vocabulary, each in proportion to its units."""
+    from cloister.server.record.outcome import private_plan
 
     plan = private_plan(RunFiles(Path(run)))
     if plan.question is None or plan.question.kind != "vocabulary":
@@ -119,7 +119,7 @@ def _words(run: str) -> Iterator[str]:
     told = {each.name: each.value or 0.0 for each in read_answer(RunFiles(Path(run))).figures}
     if not told:
         raise RunFolderError(run, expected="an answer with words; in this one the noise hides all of them")
-    scale = min(1.0, _MOST_WORDS / sum(told.values()))
+    scale = _LEARNED_WORDS / sum(told.values())
     for word, units in told.items():
         yield from itertools.repeat(word, max(1, round(units * scale)))
 

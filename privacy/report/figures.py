@@ -5,6 +5,8 @@ Each is the decimal with the fewest digits that reads back as the float, rounded
 
 from __future__ import annotations
 
+import json
+import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -41,3 +43,15 @@ def scientific(value: float) -> str:
 def rounded(value: float, decimals: int, rounding: str) -> Decimal:
     """The shortest decimal that reads back as `value`, rounded to `decimals` by a rounding mode of `decimal`."""
     return Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), rounding)
+
+
+def with_error(value: float, error: float = math.nan) -> str:
+    """A figure with the digits that its error leaves: two that count of the error, or of itself without one."""
+    size = error if math.isfinite(error) and error > 0 else abs(value)
+    digits = 1 - math.floor(math.log10(size)) if size > 0 else 0
+    return f"{value:,.{min(max(digits, 0), 6)}f}"
+
+
+def visible(name: str) -> str:
+    """A name, such as a word, with its spaces and line ends to be seen."""
+    return name if name.isprintable() and name.strip() == name else json.dumps(name, ensure_ascii=False)

@@ -21,9 +21,11 @@ from typing import Any, ClassVar
 
 import jinja2
 
-from cloister.privacy.report.figures import at_least, at_most, rounded, scientific
+from cloister.privacy.report.figures import at_least, at_most, rounded, scientific, visible, with_error
+from cloister.privacy.report.intervals import intervals
 from cloister.privacy.report.report import RunReport, meaning, verdict
 from cloister.privacy.report.summary import against_all, plain, questions, several, shares
+from cloister.protocol.questions.estimate import WITHIN
 
 MOST_POINTS = 200
 """Points of a plotted line, the first and the last round among them; `report.json` has every round."""
@@ -152,7 +154,7 @@ def to_html(report: RunReport) -> str:
         plot(
             "Epsilon over rounds",
             "epsilon, the largest of the sites",
-            epsilons if claim.holds else [],
+            epsilons if claim.holds and report.answer is None else [],
             write=at_most,
             from_zero=True,
             limit=budget,
@@ -178,12 +180,14 @@ def to_html(report: RunReport) -> str:
         groups=report.groups if claim.holds else (),
         guess=lambda epsilon: meaning(epsilon, report.delta or 0.0).guess,
         plots=[each for each in plots if each],
+        drawn=None if report.answer is None else intervals(report.answer),
+        within=WITHIN,
     )
 
 
 @cache
 def _template() -> jinja2.Template:
-    """The template of the page, in which every value is escaped; it includes `page.css` and `plot.html.jinja`."""
+    """The template of the page, in which every value is escaped; it includes `page.css` and the drawings."""
 
     def source(file: str) -> str:
         return resources.files("cloister.privacy.report").joinpath(file).read_text(encoding="utf-8")
@@ -200,6 +204,8 @@ def _template() -> jinja2.Template:
         "at_least": at_least,
         "scientific": scientific,
         "number": _number,
+        "visible": visible,
+        "with_error": with_error,
         "multiplier": lambda value: f"{rounded(value, 4, ROUND_FLOOR).normalize():f}",
     }
     environment.filters.update(filters)

@@ -24,6 +24,8 @@ LARGEST_EPSILON = 10.0
 """No guarantee is claimed above it: a fair coin could be guessed in more than 99.99 of 100 cases (`meaning`)."""
 UNCLAIMED_DELTA = 1e-2
 """No guarantee is claimed from it on: delta is, roughly, the probability that the bound fails."""
+MOST_FIGURES = 60
+"""Figures of an answer in a report."""
 _TRUSTING = ", against those who know the noise of no more sites than the plan of each question assumes"
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -122,6 +124,36 @@ class Ledger(_Strict):
 
 
 @dataclass(frozen=True)
+class FigureRow(_Strict):
+    """A figure of the answer to a question."""
+
+    name: str
+    """What it is."""
+    value: float | None
+    """The figure; None where the noise hides it."""
+    noise: NonNegative | None
+    """Standard deviation by the noise; None without a value."""
+    sampling: NonNegative | None
+    """Standard deviation by the choice of the units, at most; None: it has none, or none is known."""
+    public: float | None = None
+    """The same of the public records of the plan, without noise; None without it."""
+    drawn: bool = False
+    """Whether a plot compares it with others."""
+
+
+@dataclass(frozen=True)
+class AnswerRow(_Strict):
+    """The answer to a question."""
+
+    sites: Count
+    """Sites in the sum."""
+    figures: tuple[FigureRow, ...]
+    """Its figures, at most `MOST_FIGURES` of them."""
+    more: Count = 0
+    """Number of the others, which are in `answer.json`."""
+
+
+@dataclass(frozen=True)
 class CostRow(_Strict):
     """What some releases cost."""
 
@@ -133,14 +165,14 @@ class CostRow(_Strict):
 
 @dataclass(frozen=True)
 class QuestionsRow(_Strict):
-    """What questions make of the cost of all runs (`privacy/accounting/trust.py`)."""
+    """What questions make of the cost of a run, or of all runs (`privacy/accounting/trust.py`)."""
 
     questions: CostRow
-    """The questions alone; it trusts the same parties as the epsilon over all runs."""
+    """The questions alone; it trusts the same parties as the epsilon of all together."""
     rest: CostRow | None
     """All else alone; None: there is nothing else."""
     against_all: CostRow | None
-    """All runs against the coordinator and all other sites together; None: there is no figure."""
+    """All together against the coordinator and all other sites together; None: there is no figure."""
     why_not: str = ""
     """Why there is no figure; empty if there is."""
 
@@ -297,6 +329,10 @@ class RunReport(_Strict):
     allowed: NonNegative | None = None
     """Largest epsilon of a site that the plan allows in the run (`Terms.allowed`); None: it is not known, or not
     finite."""
+    answer: AnswerRow | None = None
+    """The answer to a question; None: the run trains, or has no answer yet."""
+    asked: QuestionsRow | None = None
+    """What a question, or evaluations by the sites, make of `epsilon`; None: the run has neither."""
     federation: Count = 0
     """Sites of the plan; 0: as many as are known."""
     format: Literal[1] = 1
@@ -333,17 +369,18 @@ class RunReport(_Strict):
                 over,
                 expected=f"at least the {self.epsilon} of this run, which is one of its runs",
             )
-        _check_against_all(self.dataset)
+        _check_against_all("asked.against_all", self.asked, self.epsilon)
+        if self.dataset is not None:
+            _check_against_all("dataset.asked.against_all", self.dataset.asked, self.dataset.epsilon)
 
 
-def _check_against_all(dataset: DatasetRow | None) -> None:
+def _check_against_all(field: str, asked: QuestionsRow | None, epsilon: float | None) -> None:
     """Refuse a figure against all other parties that is smaller than that against some of them."""
-    against_all = None if dataset is None or dataset.asked is None else dataset.asked.against_all
-    if dataset is None or against_all is None:
+    if asked is None or asked.against_all is None:
         return
-    more, less = (math.inf if each is None else each for each in (against_all.epsilon, dataset.epsilon))
+    more, less = (math.inf if each is None else each for each in (asked.against_all.epsilon, epsilon))
     if more < less:
-        raise CloisterError("dataset.asked.against_all", more, expected=f"at least the {less} of all runs")
+        raise CloisterError(field, more, expected=f"at least the {less} against some of them")
 
 
 @dataclass(frozen=True)

@@ -46,20 +46,24 @@ def questions(report: RunReport) -> tuple[Part, ...]:
 
 
 def shares(report: RunReport) -> tuple[str, ...]:
-    """What questions make of the cost of all runs, in sentences; none without a question."""
-    counted = _counts(report.dataset) and report.dataset is not None and report.dataset.asked is not None
-    return _PROSE.said("shares", report) if counted else ()
+    """What questions make of the cost of the run, or of all runs, in sentences; none without a question."""
+    return _PROSE.said("shares", report) if _asked(report) else ()
 
 
-def against_all(asked: QuestionsRow) -> str:
-    """The cost of all runs against the coordinator and all other sites together, in short."""
+def against_all(asked: QuestionsRow, delta: float | None = None) -> str:
+    """The cost against the coordinator and all other sites together, in short; without its delta if that is `delta`."""
     found = asked.against_all
-    return "no figure" if found is None else _figure(found)
+    if found is None:
+        return "no figure"
+    return _figure(found) if found.delta != delta else _epsilon(found)
 
 
 def _figure(cost: CostRow) -> str:
-    epsilon = "no bound" if cost.epsilon is None else at_most(cost.epsilon)
-    return f"{epsilon} at delta {scientific(cost.delta)}"
+    return f"{_epsilon(cost)} at delta {scientific(cost.delta)}"
+
+
+def _epsilon(cost: CostRow) -> str:
+    return "no bound" if cost.epsilon is None else at_most(cost.epsilon)
 
 
 def _parts(lines: Iterable[str]) -> tuple[Part, ...]:
@@ -84,6 +88,12 @@ def _counts(dataset: DatasetRow | None) -> bool:
     return dataset is not None and not dataset.problem
 
 
+def _asked(report: RunReport) -> QuestionsRow | None:
+    """What questions make of the cost of all runs that are counted; None without a question."""
+    dataset = report.dataset
+    return report.asked if dataset is None or dataset.problem else dataset.asked
+
+
 def _runs(dataset: DatasetRow) -> str:
     return "1 run" if dataset.runs == 1 else f"{dataset.runs} runs"
 
@@ -100,6 +110,7 @@ def _capital(text: str) -> str:
 _PROSE = Prose(
     "cloister.privacy.report",
     "summary.jinja",
+    of_questions=_asked,
     at_least=at_least,
     at_most=at_most,
     capital=_capital,

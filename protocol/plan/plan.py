@@ -753,7 +753,8 @@ class ServerSection(PlanSection):
         replace(_SYNC, when=(AT_SITES,), why="sites' evaluations wait for the slowest one", fix=EVALUATED),
     ] = AT_SITES
     """Source of public held-out records for the coordinator, `simulation:public` (see `simulation.public`), or `none`.
-    `sites`: each site evaluates on its own held-out records, which under a privacy unit needs `evaluation_epsilon`."""
+    `sites`: each site evaluates on its own held-out records, which under a privacy unit needs `evaluation_epsilon`. In
+    a question about models, whose default is `none`, the answer has the figures of the public records beside."""
     evaluation_epsilon: Annotated[
         Positive | None,
         _EVALUATION_OF_SITES,

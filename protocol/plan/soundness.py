@@ -370,11 +370,7 @@ def _of_buffer(plan: Contract) -> Iterator[Refusal]:
         )
 
 
-_ASKED: dict[str, Any] = {
-    "run.rounds": 1,
-    "server.evaluation": NO_EVALUATION,
-    "aggregation.weighting": "uniform",
-}
+_ASKED: dict[str, Any] = {"run.rounds": 1, "aggregation.weighting": "uniform"}
 """Fields that have one value in a question, which is filled in where a text does not set them."""
 _AS_EVER = (
     "aggregation.ring_bits",
@@ -395,7 +391,7 @@ def _asks(values: dict[str, Any]) -> dict[str, Any]:
     if not values.get("question"):
         return values
     filled = dict(values)
-    for field, value in {"run.name": "question", **_ASKED}.items():
+    for field, value in {"run.name": "question", "server.evaluation": NO_EVALUATION, **_ASKED}.items():
         section, _, name = field.partition(".")
         if isinstance(found := filled.get(section, {}), dict):
             filled[section] = {name: value, **found}
@@ -431,10 +427,19 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
                 f"remove {field}",
                 "definition",
             )
+    if plan.at_sites or (question.kind not in _OF_MODELS and plan.server.evaluation != NO_EVALUATION):
+        yield Refusal(
+            "server.evaluation",
+            f'public records in a question about models, or "{NO_EVALUATION}": they are evaluated beside it',
+            "remove server.evaluation",
+            "definition",
+        )
     for field, wanted, fix in _of_cells(plan, question):
         yield Refusal(field, wanted, fix, "definition")
 
 
+_OF_MODELS = ("compare", "evaluate")
+"""Kinds of questions that are about models."""
 _NARROWEST = 1e-9
 """Least width of a range, relative to its ends, by which numbers in it are told apart."""
 RESERVED = ("other", "units")
@@ -462,7 +467,7 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
                 "two numbers in increasing order, and not too near",
                 "set question.range = [0, 120]",
             )
-    if question.kind in ("evaluate", "compare"):
+    if question.kind in _OF_MODELS:
         yield from _of_models(plan, question)
     elif plan.privacy.record == "window":
         wanted = "record in a question about a field, which reads whole records"

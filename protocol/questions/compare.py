@@ -48,6 +48,10 @@ class Compare(Kind):
             found.append(added)
         return (*found, count("units", totals[:3], deviation))
 
+    def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+        """The gain and its two parts."""
+        return found[:3]
+
     def middle(self, plan: Plan, units: int) -> Totals:
         """A tenth better and a tenth worse; the same loss."""
         return np.array([0.1 * units, 0.1 * units, 0.8 * units, 0.0])[: self.count(plan)]

@@ -46,6 +46,10 @@ class Evaluate(Kind):
         units, times = count("units", seen.ravel(), deviation), len(each)
         return (*found, Estimate("units", float(seen.sum()) / times, units.noise / times))
 
+    def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+        """The shares: each figure but the losses, and the number of units."""
+        return tuple(each for each in found if not each.name.startswith((LOSS, UNITS)))
+
     def middle(self, plan: Plan, units: int) -> Totals:
         """Half of the loss, and as many in each other cell; 2 entities of a unit, half of them right."""
         if _entities(plan):

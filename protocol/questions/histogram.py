@@ -38,6 +38,10 @@ class Histogram(Kind):
             found.append(quotient(f"share of {name}", part, everything, cells, deviation))
         return (*found, count("units", totals, deviation))
 
+    def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+        """The numbers of the cells: each figure but the shares, and the number of all units."""
+        return found[: (len(found) - 1) // 2]
+
     def middle(self, plan: Plan, units: int) -> Totals:
         """As many in each cell."""
         cells = self.count(plan)

@@ -50,6 +50,10 @@ class Kind(ABC):
     def middle(self, plan: Plan, units: int) -> Totals:
         """Totals of so many units in the middle of what they can be, for which the expected errors are told."""
 
+    def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+        """Those of an answer's figures that a plot compares, all of one scale; none: the kind has none."""
+        return ()
+
     def expected(self, plan: Plan, deviation: float, units: int) -> tuple[tuple[str, float], ...]:
         """The standard deviation of each figure by the noise, for so many units in all."""
         found = self.figures(plan, self.middle(plan, units), deviation)

@@ -80,6 +80,10 @@ class Vocabulary(Kind):
         told = [Estimate(word, units, noise) for word, units, noise in named if "\ufffd" not in word]
         return tuple(sorted(told, key=lambda each: (-(each.value or 0.0), each.name)))
 
+    def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+        """All words."""
+        return found
+
     def middle(self, plan: Plan, units: int) -> Totals:
         """No word has any."""
         return np.zeros(self.count(plan))

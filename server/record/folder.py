@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 
+from cloister.privacy.report.answer import Answer
 from cloister.protocol.errors import PlanError, RunFolderError, StorageError
 from cloister.protocol.figure import finite
 from cloister.protocol.machine.closing import Closing
@@ -94,6 +95,8 @@ class RunFiles:
     """The folder of TensorBoard events."""
     checkpoints = _Inside("checkpoints")
     """The folder of checkpoints of the global model, one safetensors file a round."""
+    answer = _Inside("final/answer.json")
+    """The answer to a question."""
     final = _Inside("final")
     """The folder of the last model, for `from_pretrained`."""
     compressed = _Inside("compressed")
@@ -268,6 +271,22 @@ def trained_plan(path: Path) -> soundness.Plan:
             fix=f"cloister ask {path}",
         )
     return plan
+
+
+def read_answer(files: RunFiles) -> Answer:
+    """The answer in a run folder.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
+    """
+    try:
+        return Answer.from_json(files.answer.read_bytes())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunFolderError(
+            str(files.answer),
+            expected=f"the answer of a finished question ({error})",
+            fix=files.resume_command(),
+        ) from error
 
 
 def read_plan(path: Path) -> soundness.Plan:

@@ -21,12 +21,14 @@ from cloister.lm.measures.figures import FIGURES as EVALUATED
 from cloister.lm.model import saved
 from cloister.lm.model.layout import Vector
 from cloister.lm.model.model import LanguageModel, load_model, save_pretrained
+from cloister.lm.questions.public import public_totals
 from cloister.privacy.report.answer import Answer
 from cloister.protocol.errors import RunFolderError
 from cloister.protocol.figure import Figure
 from cloister.protocol.machine.storage import write_folder
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.plan.plan import Plan
+from cloister.protocol.plan.plan import NO_EVALUATION, Plan
+from cloister.protocol.questions.estimate import Totals
 from cloister.server.record import journal as steps
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFiles, RunFolder, read_plan
@@ -154,7 +156,19 @@ def remove_secrets(files: RunFiles) -> None:
         shutil.rmtree(secret, ignore_errors=True)
 
 
-def save_result(folder: RunFolder, sums: Sums, model: LanguageModel, weights: Vector) -> None:
+def public_beside(folder: RunFolder, model: LanguageModel) -> Totals | None:
+    """What a question about models finds on the public records of its plan; None without such records.
+
+    Raises:
+        DataError: they cannot be used.
+    """
+    plan, source = folder.plan, folder.evaluated_on(folder.plan)
+    return None if plan.question is None or source == NO_EVALUATION else public_totals(plan, model, source)
+
+
+def save_result(
+    folder: RunFolder, sums: Sums, model: LanguageModel, weights: Vector, public: Totals | None
+) -> None:
     """Write what a run is for: its last model, or the answer to its question.
 
     A question that ended before its round has no answer, and leaves no folder.
@@ -164,6 +178,7 @@ def save_result(folder: RunFolder, sums: Sums, model: LanguageModel, weights: Ve
         sums: Of the run.
         model: Its model.
         weights: (d,) float32, as the last round has left them.
+        public: What `public_beside` has found.
 
     Raises:
         StorageError: the disk is full or refuses the write; an existing folder is unchanged.
@@ -175,35 +190,15 @@ def save_result(folder: RunFolder, sums: Sums, model: LanguageModel, weights: Ve
         done = journal.newest(steps.DONE)
     sites = 0 if done is None else done.detail.get("sites", 0)
     if sites:
-        answer = Answer.of(
-            sums.plan, weights.astype(np.float64) * sites, sites, asked_of(sums).deviation(sites)
-        )
+        totals, deviation = weights.astype(np.float64) * sites, asked_of(sums).deviation(sites)
+        answer = Answer.of(sums.plan, totals, sites, deviation, public)
         text = json.dumps(answer.to_json(), indent=1) + "\n"
 
         def write(staging: Path) -> None:
-            (staging / ANSWER).write_text(text, encoding="utf-8")
+            (staging / folder.answer.name).write_text(text, encoding="utf-8")
             saved.record(staging)
 
         write_folder(folder.final.absolute(), write)
-
-
-ANSWER = "answer.json"
-"""The file in the folder `final` of a question."""
-
-
-def read_answer(files: RunFiles) -> Answer:
-    """The answer in a run folder.
-
-    Raises:
-        RunFolderError: it is missing or damaged.
-    """
-    path = files.final / ANSWER
-    try:
-        return Answer.from_json(path.read_bytes())
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunFolderError(
-            str(path), expected=f"the answer of a finished question ({error})", fix=files.resume_command()
-        ) from error
 
 
 def private_plan(files: RunFiles) -> Plan:
@@ -232,6 +227,7 @@ def finish(folder: RunFolder, observe: Observer) -> Outcome:
 
     Raises:
         RunFolderError: the checkpoint is missing or damaged.
+        DataError: the public records of a question cannot be used.
         StorageError: the disk is full.
     """
     remove_secrets(folder)  # a crash may have come between the journal and the end of the run
@@ -250,5 +246,6 @@ def finish(folder: RunFolder, observe: Observer) -> Outcome:
         model = load_model(folder.plan, base)
         checkpoints = Checkpoints(folder.checkpoints, model.layout, folder.plan.server.keep_checkpoints)
         sums = Sums.over(folder.plan, model.layout, b"" if base is None else vector_hash(base))
-        save_result(folder, sums, model, checkpoints.load(done.rounds).weights)
+        weights = checkpoints.load(done.rounds).weights
+        save_result(folder, sums, model, weights, public_beside(folder, model))
     return done

@@ -30,6 +30,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -39,7 +41,7 @@ from cloister.privacy.accounting import claims
 from cloister.privacy.accounting.accountant import Spent, spent
 from cloister.privacy.accounting.group import epsilons
 from cloister.privacy.accounting.terms import Terms, terms_of
-from cloister.privacy.accounting.trust import Shares
+from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import FIRST, Entry, History, read_history
 from cloister.privacy.mechanism.events import (
@@ -53,9 +55,12 @@ from cloister.privacy.mechanism.events import (
 )
 from cloister.privacy.report.report import (
     LARGEST_EPSILON,
+    MOST_FIGURES,
+    AnswerRow,
     AuditRow,
     CostRow,
     DatasetRow,
+    FigureRow,
     GroupRow,
     Ledger,
     LedgerRow,
@@ -69,7 +74,8 @@ from cloister.protocol.errors import AccountingError, BudgetError, LedgerError, 
 from cloister.protocol.machine.prerequisites import releases
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
-from cloister.server.record.folder import RunFiles, opened, read_plan, stored_checkpoints
+from cloister.protocol.questions.registry import kind_of
+from cloister.server.record.folder import RunFiles, opened, read_answer, read_plan, stored_checkpoints
 from cloister.server.record.history import RunHistory, hash_of_plan, run_history
 
 _PACKAGES = ("cloister", "torch", "flwr", "dp-accounting", "opacus")
@@ -97,6 +103,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     history = run_history(files)
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
     account = _account(files, plan, history, terms)
+    asked = None if terms is None else shares(account.together.elements(), terms.delta, terms.accountant)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,
@@ -146,7 +153,29 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
         released=_released(plan),
+        answer=_answer(files, plan),
+        asked=None if asked is None else _asked(asked, account.epsilon),
     )
+
+
+def _answer(files: RunFiles, plan: Plan) -> AnswerRow | None:
+    """The answer to a question; None: there is none yet."""
+    if plan.question is None or not files.final.is_dir():
+        return None
+    answer = read_answer(files)
+    drawn = set(kind_of(plan).drawn(answer.figures))
+    figures = tuple(
+        FigureRow(
+            each.name,
+            each.value,
+            None if each.value is None else each.noise,
+            each.sampling,
+            answer.public.get(each.name),
+            each in drawn,
+        )
+        for each in answer.figures[:MOST_FIGURES]
+    )
+    return AnswerRow(answer.sites, figures, max(0, len(answer.figures) - MOST_FIGURES))
 
 
 def _released(plan: Plan) -> Literal["models", "models and evaluations", "answer"]:
@@ -214,6 +243,8 @@ class _Account:
     """The cost of the site that has spent most."""
     events: tuple[Event, ...]
     """What that site released."""
+    together: Counter[str]
+    """The events of the sites, each as in a ledger, and as often as the site that was charged most often for it."""
     after: Mapping[int, float | None]
     """For each round that is done the largest epsilon of a site by the coordinator's ledger, with the evaluation of its
     model."""
@@ -227,17 +258,19 @@ class _Account:
 
 def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | None) -> _Account:
     if terms is None:
-        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), {}, {}, None, {})
+        return _Account(Ledger((), FIRST.hex(), verified=True), None, None, (), Counter(), {}, {}, None, {})
     try:
         charges = _history(files.ledger)
     except (LedgerError, RunFolderError) as error:
-        return _Account(Ledger((), "", verified=False, problem=str(error)), None, None, (), {}, {}, None, {})
+        return _Account(
+            Ledger((), "", verified=False, problem=str(error)), None, None, (), Counter(), {}, {}, None, {}
+        )
     entries = [entry for entry in charges.entries if entry.charge.run == history.run]
     problem = _foreign_charge(entries, terms)
     if history.plan not in ("", plan.digest()) or history.plan_file not in ("", hash_of_plan(files)):
         problem = f"{files.plan_file} is not the plan with which the run began"
     if problem:
-        return _Account(_ledger(charges, entries, None, problem), None, None, (), {}, {}, None, {})
+        return _Account(_ledger(charges, entries, None, problem), None, None, (), Counter(), {}, {}, None, {})
     compose = _Composer(terms)
     mine: dict[str, list[Entry]] = {}
     until: list[Counter[str]] = []  # for each row, the charges of its site until then
@@ -277,6 +310,7 @@ def _account(files: RunFiles, plan: Plan, history: RunHistory, terms: Terms | No
         epsilon=_finite(most.epsilon),
         most=most,
         events=tuple(event for entry in counted.get(top, ()) for event in from_json(entry.charge.event)),
+        together=reduce(or_, map(_texts, counted.values()), Counter()),
         after=_largest(compose, evaluated),
         sites={site: _finite(cost) for site, cost in costs.items()},
         charged={site: frozenset(entry.charge.round for entry in paid) for site, paid in mine.items()},
@@ -522,14 +556,15 @@ def over_runs(plan: Plan, history: RunHistory, epsilon: float | None) -> Dataset
     return DatasetRow(name, path, found.runs, over, found.delta, shared.limit, found.head, asked=asked)
 
 
-def _asked(shares: Shares, over: float | None) -> QuestionsRow:
-    """The figures of a dataset with questions; that against all other parties is at least the epsilon over all runs."""
-    own, least = shares.against_all, math.inf if over is None else over
+def _asked(parts: Shares, over: float | None) -> QuestionsRow:
+    """The figures of a run, or a dataset, with questions; that against all other parties is at least the epsilon of
+    all together."""
+    own, least = parts.against_all, math.inf if over is None else over
     return QuestionsRow(
-        questions=_cost(shares.questions),
-        rest=None if shares.rest is None else _cost(shares.rest),
+        questions=_cost(parts.questions),
+        rest=None if parts.rest is None else _cost(parts.rest),
         against_all=None if own is None else CostRow(_finite(max(own.epsilon, least)), own.delta),
-        why_not=shares.why_not,
+        why_not=parts.why_not,
     )
 
 

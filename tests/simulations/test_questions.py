@@ -27,8 +27,7 @@ from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import PlanError, PolicyError, RunFolderError
 from cloister.protocol.messages.wire import Buffer
 from cloister.protocol.plan.soundness import Plan
-from cloister.server.record.folder import RunFiles, RunFolder
-from cloister.server.record.outcome import read_answer
+from cloister.server.record.folder import RunFiles, RunFolder, read_answer
 from cloister.server.record.progress import Event, SiteAnswered
 from cloister.server.run import run
 from cloister.tests.parties.federation import Federation
@@ -103,10 +102,66 @@ def test_the_answer_is_the_count_with_noise_of_the_stated_size(
     shown = done(capsys, "ask", str(tmp_path / "run"))
     assert "Answer of 4 sites" in shown
     report = done(capsys, "report", str(tmp_path / "run"))
+    whole = json.loads(files.report_data.read_text())
+    assert whole["asked"]["against_all"]["epsilon"] == pytest.approx(checked["against_all_epsilon"])
+    assert [(row["name"], row["value"]) for row in whole["answer"]["figures"]] == [*values.items()]
     assert "the answer" in report
     assert "models" not in report
     with raises(RunFolderError, str(tmp_path / "run")):
         done(capsys, "--traceback", "generate", str(tmp_path / "run"), "--prompt", "x")
+
+
+EVALUATED = """[question]
+kind = "evaluate"
+figures = ["accuracy", "loss"]
+[model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+[data]
+sequence_length = 32
+[privacy]
+unit = "record"
+noise_multiplier = 8.0
+delta = 1e-6
+[cohort]
+sites = 4
+[simulation]
+source = "{}"
+partition = "iid"
+durable = false
+"""
+
+
+def test_public_records_are_evaluated_beside_the_sites(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are read before a site is charged, and are in the answer, its table and the report."""
+    texts = [f"note {number} of a patient in bed {number % 7}" for number in range(400)]
+    public, sites, plan = tmp_path / "public.jsonl", tmp_path / "sites.jsonl", tmp_path / "question.toml"
+    sites.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    plan.write_text(EVALUATED.format(sites))
+    beside, out = f"server.evaluation={public}", tmp_path / "run"
+    public.write_text(json.dumps({"text": ""}) + "\n")
+    refusal(capsys, "ask", str(plan), "--set", beside, "--out", str(out), "--workers", "1")
+    assert not any(read_history(path).entries for path in out.rglob("ledger*.sqlite"))
+    public.write_text("".join(json.dumps({"text": f"public {text}"}) + "\n" for text in texts[:30]))
+    shutil.rmtree(out, ignore_errors=True)
+    told = found(capsys, "ask", str(plan), "--set", beside, "--out", str(out), "--workers", "1")
+    exact = told["answer"]["public"]
+    assert exact["units"] == pytest.approx(30)
+    assert 4 < exact["loss"] < 8  # of an untrained model, nats per byte
+    assert "public records" in done(capsys, "ask", str(out))
+    shutil.rmtree(RunFiles(out).final)
+    done(capsys, "resume", str(out))  # the answer is written again, with the same figures beside it
+    assert read_answer(RunFiles(out)).public == exact
+    done(capsys, "report", str(out))
+    rows = json.loads(RunFiles(out).report_data.read_text())["answer"]["figures"]
+    assert {row["name"]: row["public"] for row in rows} == exact
+    line = refusal(capsys, "plan", "check", str(plan), "--set", "server.evaluation=sites")
+    assert "server.evaluation" in line
 
 
 def test_a_site_is_checked_for_a_question_by_its_fields(

@@ -13,15 +13,16 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from cloister.lm.data.prepare import Preparation, prepare, unit_rule
+from cloister.lm.data.prepare import Preparation, UnitRule, prepare, unit_rule
 from cloister.lm.model import writes
 from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.questions.public import public_totals
 from cloister.lm.questions.question import Held
 from cloister.lm.questions.registry import asked_by
 from cloister.lm.tasks.registry import tokenizer_of
 from cloister.lm.text.records import Record, Unusable
 from cloister.lm.text.tokenizer import train_tokenizer
-from cloister.protocol.errors import ModelError
+from cloister.protocol.errors import DataError, ModelError
 from cloister.protocol.plan.soundness import Plan
 from cloister.protocol.questions.registry import kind_of
 from cloister.protocol.questions.vectors import Vectors
@@ -322,3 +323,22 @@ def test_entities_of_a_unit_are_counted_and_cut(unit: str, most: int) -> None:
     else:
         assert made[:, 1:3].max() == 1.0
         assert made[:, 3].max() > 0
+
+
+@pytest.mark.parametrize("unit", ["record", "owner"])
+def test_public_records_are_all_evaluated_each_as_a_unit(unit: str, tmp_path: Path) -> None:
+    """With the figures that the sites' sum would have of them; none needs an owner."""
+    public = tmp_path / "public.jsonl"
+    records = [{key: note[key] for key in ("text", "label")} for note in notes(30)]
+    public.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plan, _ = evaluated('["confusion", "loss"]', CLASSES, unit, notes(10))
+    model = load_model(plan)
+    totals = public_totals(plan, model, str(public))
+    assert totals[:4].sum() == pytest.approx(30)
+    whole = plan.model_copy(update={"data": plan.data.model_copy(update={"held_out": 1.0, "owner": ""})})
+    prepared = prepare(records, model.about[0].tokenizer, whole.data, seed=0, units=UnitRule("record", 1))
+    made = asked_by(plan)(plan, held(records, lambda: prepared), model.about)
+    assert np.allclose(totals, np.concatenate(list(made)).sum(axis=0))
+    public.write_text(json.dumps({"text": "bed 1", "label": "none of the classes"}) + "\n")
+    with raises(DataError, "server.evaluation"):
+        public_totals(plan, model, str(public))

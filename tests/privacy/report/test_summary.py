@@ -88,7 +88,7 @@ def test_with_questions_the_pages_say_whom_the_figures_trust_and_which_share_que
     assert said in " ".join(costs.lines)
     page = to_html(report)
     assert "<dt>epsilon, all runs, against all others together</dt><dd>2.90 at delta 2 × 10⁻⁶</dd>" in page
-    assert "Whom epsilon over all runs trusts" in page
+    assert "Whom epsilon trusts, and the share of questions" in page
     assert all(line in Reader(page).text for line in shares(report))
 
 
