@@ -419,7 +419,9 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
                 fix,
                 "charge",
             )
-    for field, value in {**_ASKED, **{field: _value(default, field) for field in _AS_EVER}}.items():
+    public = question.kind in _OF_MODELS and not plan.at_sites
+    fixed = _ASKED | {"server.evaluation": plan.server.evaluation if public else NO_EVALUATION}
+    for field, value in (fixed | {field: _value(default, field) for field in _AS_EVER}).items():
         if _value(plan, field) != value:
             yield Refusal(
                 field,
@@ -427,13 +429,6 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
                 f"remove {field}",
                 "definition",
             )
-    if plan.at_sites or (question.kind not in _OF_MODELS and plan.server.evaluation != NO_EVALUATION):
-        yield Refusal(
-            "server.evaluation",
-            f'public records in a question about models, or "{NO_EVALUATION}": they are evaluated beside it',
-            "remove server.evaluation",
-            "definition",
-        )
     for field, wanted, fix in _of_cells(plan, question):
         yield Refusal(field, wanted, fix, "definition")
 
