@@ -11,6 +11,8 @@ import inspect
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,19 +31,36 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.where.partition(':')[2]}: {self.new}".replace("\n", " ")
 
-    def plant(self, patch: pytest.MonkeyPatch) -> None:
-        """Replace the function, wherever it was imported to, until the patch is undone."""
+    def _found(self) -> tuple[ModuleType, Any, list[str], str]:
+        """The module, what has the function, the names of its classes, and its name."""
         module_name, _, path = self.where.partition(":")
         module = importlib.import_module(f"cloister.{module_name}")
         owner: Any = module
         *classes, name = path.split(".")
         for each in classes:
             owner = getattr(owner, each)
-        right = getattr(owner, name)
-        source = textwrap.dedent(inspect.getsource(right))
+        return module, owner, classes, name
+
+    def _changed(self, source: str) -> str:
+        """The source of the function with the defect."""
         assert source.count(self.old) == 1, f"{self.where} has {self.old!r} {source.count(self.old)} times"
+        return source.replace(self.old, self.new)
+
+    def write(self, root: Path) -> None:
+        """Replace the function in a copy of the source tree."""
+        file = root / f"{self.where.partition(':')[0].replace('.', '/')}.py"
+        _, owner, _, name = self._found()
+        text, source = file.read_text(encoding="utf-8"), inspect.getsource(getattr(owner, name))
+        assert text.count(source) == 1
+        file.write_text(text.replace(source, self._changed(source)), encoding="utf-8")
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Replace the function, wherever it was imported to, until the patch is undone."""
+        module, owner, classes, name = self._found()
+        right = getattr(owner, name)
+        source = self._changed(textwrap.dedent(inspect.getsource(right)))
         code = compile(
-            source.replace(self.old, self.new),
+            source,
             f"<mutant of {self.where}>",
             "exec",
             __future__.annotations.compiler_flag,

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +28,7 @@ from cloister.tests.simulations.audit.audited import (
     ran,
     repeat_halves,
 )
+from cloister.tests.test_packaging import ROOT, built
 from cloister.tests.tools.mutants import UNCHARGED, Mutant
 
 WARDS = (
@@ -315,3 +321,31 @@ def test_the_noise_of_every_site_is_seen_where_an_answer_shows_that_of_one(
     code, result, _ = ran(capsys, run, "--canaries", "30")
     assert (code, result["alarm"]) == (3, True)
     assert NOISE in result["row"]["problem"]
+
+
+@pytest.mark.slow
+def test_a_defect_in_the_built_wheel_raises_an_alarm(tmp_path: Path) -> None:
+    """As a site would install it: the source with a defect is built, and the audit is run from the wheel alone."""
+    ignored = shutil.ignore_patterns(".[!s]*", "build", "*.egg-info", "__pycache__", "runs", "tests", "docs")
+    plan, code = (
+        question(tmp_path / "asked", WARDS),
+        "import sys, cloister.cli.main as it; print(it.__file__)",
+    )
+    for number, (mutant, told) in enumerate([(None, ""), *FIRST[:3]]):
+        source, folder = tmp_path / f"source-{number}", tmp_path / f"installed-{number}"
+        shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
+        if mutant is not None:
+            mutant.write(source)
+        with zipfile.ZipFile(built(source, "wheel", tmp_path / f"wheel-{number}")) as wheel:
+            wheel.extractall(folder)
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; sys.exit(it.main({['audit', str(plan), *FEW]!r}))"],
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.stdout.startswith(str(folder)), done.stderr
+        assert done.returncode == (0 if mutant is None else 3), done.stderr
+        assert told in " ".join(done.stdout.split())
