@@ -119,26 +119,7 @@ def functions() -> Iterator[str]:
 
 BEGINS = {"PP", "P", "LP", "SH", "SS", "TP", "IP", "HP", "Sh", "Ss", "Pp", "It"}
 """Requests of a manual page that begin a paragraph."""
-LAYOUT = {
-    "TH",
-    "Dd",
-    "Dt",
-    "Os",
-    "RS",
-    "TA",
-    "sp",
-    "nf",
-    "fi",
-    "if",
-    "ie",
-    "el",
-    "de",
-    "so",
-    "ad",
-    "TS",
-    "ds",
-    "nr",
-}
+LAYOUT = re.compile("TH|Dd|Dt|Os|RS|TA|sp|nf|fi|if|ie|el|de|so|ad|TS|ds|nr")
 """Requests whose arguments are no text."""
 ESCAPES = re.compile(r"\\(?:[fF*n](?:\[[^]]*\]|\(..|.)|s[+-]?\d|\(..|\[[^]]*\]|.)")
 SHORTEST = 40
@@ -153,7 +134,7 @@ def paragraphs(page: str) -> Iterator[str]:
         if name in BEGINS:
             yield " ".join(part)
             part = []
-        if not name.startswith('\\"') and name not in LAYOUT:
+        if not name.startswith('\\"') and not LAYOUT.fullmatch(name):
             part += ESCAPES.sub(
                 lambda found: "-" if found[0] == "\\-" else "", words.replace('"', "")
             ).split()

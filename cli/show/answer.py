@@ -12,12 +12,11 @@ from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import unit
 from cloister.privacy.report.answer import Answer
 from cloister.privacy.report.figures import at_most, visible, with_error
+from cloister.privacy.report.report import MOST_FIGURES
 from cloister.protocol.questions.estimate import CLEAR, WITHIN, Estimate
 from cloister.server.record.folder import RunFiles, read_answer, read_plan
 from cloister.server.record.outcome import outcome
 
-_MOST = 60
-"""Figures that are printed."""
 _WIDTH = 16
 """Characters of the longest bar."""
 
@@ -39,8 +38,8 @@ def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, st
         return
     answer = read_answer(files)
     console.print(_table(answer))
-    if len(answer.figures) > _MOST:
-        console.say(f"and {len(answer.figures) - _MOST:,} more, in the file of the answer", "dim")
+    if len(answer.figures) > MOST_FIGURES:
+        console.say(f"and {len(answer.figures) - MOST_FIGURES:,} more, in the file of the answer", "dim")
     for site, why in (absent or {}).items():
         console.say(f"{site} took no part: {why}", "yellow")
     if any(each.value is None for each in answer.figures):
@@ -65,7 +64,7 @@ def _table(answer: Answer) -> Table:
     beside = ["public records"] if answer.public else []
     table = columns(*headings, *beside, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
     largest = max((each.value or 0.0 for each in answer.figures if each.name in answer.cells), default=0.0)
-    for each in answer.figures[:_MOST]:
+    for each in answer.figures[:MOST_FIGURES]:
         sampling = "" if each.sampling is None else f"± {with_error(WITHIN * each.sampling)}"
         noise = "" if each.value is None else f"± {with_error(WITHIN * each.noise)}"
         row: list[Text | str] = [Text(visible(each.name)), _value(each), noise, sampling]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from cloister.lm.data.prepare import UnitRule, prepare
@@ -13,6 +15,8 @@ from cloister.protocol.errors import DataError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.questions.estimate import Totals
 from cloister.protocol.questions.registry import kind_of
+
+_log = logging.getLogger(__name__)
 
 
 def public_totals(plan: Plan, model: LanguageModel, source: str) -> Totals:
@@ -30,6 +34,8 @@ def public_totals(plan: Plan, model: LanguageModel, source: str) -> Totals:
     data = plan.data.model_copy(update={"held_out": 1.0})
     rule = UnitRule(plan.privacy.record, plan.privacy.windows)
     prepared = prepare(records, model.tokenizer, data, seed=plan.run.seed, units=rule)
+    if prepared.left_out:
+        _log.warning("public records: %s", prepared.summary())
     held = Held(lambda _unusable: iter(records), lambda: prepared, device_for("auto"))
     totals = np.zeros(kind_of(plan).count(plan))
     for vectors in asked_by(plan)(plan, held, model.about):

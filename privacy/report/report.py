@@ -25,7 +25,7 @@ LARGEST_EPSILON = 10.0
 UNCLAIMED_DELTA = 1e-2
 """No guarantee is claimed from it on: delta is, roughly, the probability that the bound fails."""
 MOST_FIGURES = 60
-"""Figures of an answer in a report."""
+"""Figures of an answer that are shown."""
 _TRUSTING = ", against those who know the noise of no more sites than the plan of each question assumes"
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -103,7 +103,9 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     history = run_history(files)
     terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
     account = _account(files, plan, history, terms)
-    asked = None if terms is None else shares(account.together.elements(), terms.delta, terms.accountant)
+    asked = None
+    if terms is not None and (plan.question is not None or plan.charged_evaluations):
+        asked = shares(account.together.elements(), terms.delta, terms.accountant)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,

@@ -64,18 +64,20 @@ from cloister.tests.tools.codes import told_by
 RUN = "0a1b2c"
 CHALLENGE = bytes(range(32))
 
-TINY = """
-[run]
-name = "tiny"
-rounds = 3
-
-[model.config]
+MODEL = """[model.config]
 hidden_size = 16
 intermediate_size = 32
 num_hidden_layers = 1
 num_attention_heads = 2
 num_key_value_heads = 2
+"""
+"""A model of some thousand parameters."""
+TINY = f"""
+[run]
+name = "tiny"
+rounds = 3
 
+{MODEL}
 [data]
 sequence_length = 16
 held_out = 0.2

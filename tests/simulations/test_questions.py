@@ -30,7 +30,7 @@ from cloister.protocol.plan.soundness import Plan
 from cloister.server.record.folder import RunFiles, RunFolder, read_answer
 from cloister.server.record.progress import Event, SiteAnswered
 from cloister.server.run import run
-from cloister.tests.parties.federation import Federation
+from cloister.tests.parties.federation import MODEL, Federation
 from cloister.tests.tools.command import done, found, lone_refusal, refusal, set_options
 from cloister.tests.tools.kills import kill_while, killed_run
 from cloister.tests.tools.mutants import Mutant
@@ -105,34 +105,19 @@ def test_the_answer_is_the_count_with_noise_of_the_stated_size(
     whole = json.loads(files.report_data.read_text())
     assert whole["asked"]["against_all"]["epsilon"] == pytest.approx(checked["against_all_epsilon"])
     assert [(row["name"], row["value"]) for row in whole["answer"]["figures"]] == [*values.items()]
+    assert [row["name"] for row in whole["answer"]["figures"] if row["drawn"]] == [*answer["cells"]]
     assert "the answer" in report
     assert "models" not in report
     with raises(RunFolderError, str(tmp_path / "run")):
         done(capsys, "--traceback", "generate", str(tmp_path / "run"), "--prompt", "x")
 
 
-EVALUATED = """[question]
+EVALUATED = f"""[question]
 kind = "evaluate"
 figures = ["accuracy", "loss"]
-[model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-[data]
+{MODEL}[data]
 sequence_length = 32
-[privacy]
-unit = "record"
-noise_multiplier = 8.0
-delta = 1e-6
-[cohort]
-sites = 4
-[simulation]
-source = "{}"
-partition = "iid"
-durable = false
-"""
+{QUESTION[QUESTION.index("[privacy]") :]}"""
 
 
 def test_public_records_are_evaluated_beside_the_sites(
@@ -160,6 +145,7 @@ def test_public_records_are_evaluated_beside_the_sites(
     done(capsys, "report", str(out))
     rows = json.loads(RunFiles(out).report_data.read_text())["answer"]["figures"]
     assert {row["name"]: row["public"] for row in rows} == exact
+    assert [row["name"] for row in rows if row["drawn"]] == ["accuracy"]
     line = refusal(capsys, "plan", "check", str(plan), "--set", "server.evaluation=sites")
     assert "server.evaluation" in line
 

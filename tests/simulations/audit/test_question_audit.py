@@ -18,6 +18,7 @@ from cloister.protocol.plan.soundness import Plan
 from cloister.server.record.folder import RunFolder
 from cloister.simulations.audit import questions
 from cloister.simulations.federation import lay_out
+from cloister.tests.parties.federation import MODEL
 from cloister.tests.simulations.audit.audited import (
     NOISE,
     RECORDS,
@@ -40,13 +41,6 @@ MEAN = 'kind = "mean"\nfield = "age"\nrange = [0.0, 100.0]\n'
 EVALUATE = 'kind = "evaluate"\nfigures = ["confusion", "loss"]\n'
 WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = 8\nbuckets = 4096\n'
 AT_TWO_SITES = f"{WARDS}sites_of_owner = 2\n"
-MODEL = """[model.config]
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-"""
 CLASSES = 'task = "classify"\nclasses = ["calm", "ill"]\nsequence_length = 16\nheld_out = 0.3\n'
 FEW = ("--canaries", "8")
 """Answers of three sites."""
