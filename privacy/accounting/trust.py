@@ -88,13 +88,16 @@ class Shares:
     """All other events alone; None: there are none."""
 
 
-def shares(events: Iterable[str], delta: float, accountant: str = "pld") -> Shares | None:
-    """The figures beside that of `accountant.over_runs`, composed in the same way; None: there is no question.
+def shares(
+    events: Iterable[str], delta: float, accountant: str = "pld", *, adaptive: bool = True
+) -> Shares | None:
+    """The figures beside that of `accountant.over_runs`, or of one run, composed in the same way; None: no question.
 
     Args:
         events: The events of ledger entries, each as JSON.
         delta: As for `over_runs`.
         accountant: As for `over_runs`.
+        adaptive: Whether they are of several runs, as for `spent`.
     """
     listed = [event for text in events for event in from_json(text)]
     questions = [event for event in listed if is_question(event)]
@@ -103,7 +106,7 @@ def shares(events: Iterable[str], delta: float, accountant: str = "pld") -> Shar
     rest = [event for event in listed if not is_question(event)]
 
     def cost(part: Iterable[Event]) -> Spent:
-        return spent(part, delta, "rdp" if accountant == "rdp" else "pld", adaptive=True)
+        return spent(part, delta, "rdp" if accountant == "rdp" else "pld", adaptive=adaptive)
 
     own, why_not = alone(listed)
     against_all = None

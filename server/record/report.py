@@ -105,7 +105,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     account = _account(files, plan, history, terms)
     asked = None
     if terms is not None and (plan.question is not None or plan.charged_evaluations):
-        asked = shares(account.together.elements(), terms.delta, terms.accountant)
+        asked = shares(account.together.elements(), terms.delta, terms.accountant, adaptive=False)
     return RunReport(
         run=plan.run.name,
         run_id=history.run,

@@ -255,6 +255,10 @@ def test_a_private_run_has_a_curve_of_the_real_data(
     assert report.epsilon == pytest.approx(checked["epsilon"])
     assert report.rounds[-1].epsilon == pytest.approx(checked["epsilon"])
     assert "with all evaluations by its sites" in verdict(report).sentence
+    assert report.asked is not None
+    assert report.asked.rest is not None
+    assert report.asked.against_all is not None
+    assert report.asked.against_all.epsilon == pytest.approx(checked["against_all_epsilon"])
     (dataset, *_) = found(capsys, "ledger", "show", str(files.ledger))["datasets"]
     assert (dataset["runs"][0]["rounds"], dataset["runs"][0]["evaluations"]) == ([1, 2, 3], [0, 2, 3])
     assert "evaluations" in done(capsys, "ledger", "show", str(files.ledger))
