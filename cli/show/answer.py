@@ -19,6 +19,8 @@ from cloister.server.record.outcome import outcome
 
 _WIDTH = 16
 """Characters of the longest bar."""
+_WIDE = 80
+"""Characters of a terminal that has room for bars."""
 
 
 def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, str] | None = None) -> None:
@@ -37,7 +39,7 @@ def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, st
         console.say(f"no answer: the run ended before its sum was opened ({found.stopped})", "bold yellow")
         return
     answer = read_answer(files)
-    console.print(_table(answer))
+    console.print(_table(answer, console.width))
     if len(answer.figures) > MOST_FIGURES:
         console.say(f"and {len(answer.figures) - MOST_FIGURES:,} more, in the file of the answer", "dim")
     for site, why in (absent or {}).items():
@@ -58,9 +60,9 @@ def print_answer(console: PipedConsole, files: RunFiles, absent: Mapping[str, st
     console.say(f"report  cloister report {shlex.quote(str(files.path))}")
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Answer, width: int) -> Table:
     headings = [answer.kind, "value", "noise, 95 %", "sampling, 95 %"]
-    bars = answer.kind == "histogram"
+    bars = answer.kind == "histogram" and width >= _WIDE
     beside = ["public records"] if answer.public else []
     table = columns(*headings, *beside, *([""] if bars else []), title=f"Answer of {answer.sites} sites")
     largest = max((each.value or 0.0 for each in answer.figures if each.name in answer.cells), default=0.0)

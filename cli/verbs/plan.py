@@ -259,7 +259,18 @@ def warnings(plan: Plan) -> list[str]:
         found.append(
             "local.balance without a privacy unit: a crafted model can single out a site by its steps"
         )
-    return found
+    return found + divided_owners(plan)
+
+
+def divided_owners(plan: Plan) -> list[str]:
+    """What a simulation may do to owners, whose records a site has whole where nobody divides them."""
+    own = plan.simulation.source != SimulationSection().source and not plan.simulation.sites
+    if not (plan.owners_divided and own) or (plan.question and plan.question.sites_of_owner > 1):
+        return []
+    what = (
+        "an owner's records may be at several simulated sites, and then the owner is a unit at each of them"
+    )
+    return [f"{what}: set simulation.field to data.owner"]
 
 
 def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:

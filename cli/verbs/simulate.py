@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cloister.cli.options.shared_options import Parser, chosen_plan, folder_for
+from cloister.cli.show.console import PipedConsole
+from cloister.cli.verbs.plan import divided_owners
 from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import Plan
 from cloister.protocol.plan.template import toml_value
@@ -65,5 +67,7 @@ def start(plan: Plan, arguments: argparse.Namespace) -> int:
     """Run a plan in a new folder."""
     from cloister.cli.show.execution import execute
 
+    for warning in divided_owners(plan):
+        PipedConsole(stderr=True).say(warning, "bold yellow")
     with RunFolder.create(folder_for(arguments.out, Path("runs"), plan.run.name), plan) as folder:
         return execute(folder, arguments, new=True)

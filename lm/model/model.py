@@ -172,6 +172,7 @@ def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
     for name in (plan.model.name, *question_of(plan).others) if kind.of_model else ():
         section = plan.model.model_copy(update={"name": name})
         of = plan.model_copy(update={"question": None, "model": section})
+        _check_head(of, "model.name" if name == plan.model.name else "question.others")
         about.append(outline(of) if outlined else load_model(of))
         if tokenizer_digest(about[-1].tokenizer) != tokenizer_digest(tokenizer):
             raise ModelError(
@@ -181,6 +182,32 @@ def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
             )
         source += "" if outlined else origin(section, about[-1].module, tokenizer, ())
     return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=tuple(about))
+
+
+def _check_head(plan: Plan, field: str) -> None:
+    """Refuse to ask how a checkpoint does whose head would be new and random: an answer would tell nothing of it.
+
+    Args:
+        plan: The plan of the model that is asked about.
+        field: Where the question names it.
+
+    Raises:
+        ModelError: it lacks the head.
+    """
+    from transformers import AutoConfig
+
+    auto, (_, place) = task_of(plan.data).auto, _configure(plan)
+    if place is None or not auto.head:
+        return
+    stored = AutoConfig.from_pretrained(place.name, **place.options())
+    if auto_of(stored.architectures) is not auto:
+        found = " or ".join(stored.architectures or ())
+        raise ModelError(
+            field,
+            place.name,
+            expected=f"a model with a trained head, a {auto.called}, and this is {found}",
+            fix=f"name the model of a run with data.task = {plan.data.task!r}",
+        )
 
 
 class Counts(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cloister.protocol.errors import DataError
@@ -18,8 +18,9 @@ _MADE_FROM = {_PASSAGES: {_DOCS, _LIBRARY}, "builtin:python-functions": {_LIBRAR
 def overlap(source: str, records: str, field: str) -> bool:
     """Whether a source may have records of another one, as far as names show it.
 
-    A file or folder does if it is the other one, is in it, or has it; a hub data set if it has the same name, without
-    case and configuration; a builtin source if one is made from the other. A copy under another name is not known.
+    A file or folder does if it is the other one, by a link of any kind, is in it, or has it; a hub data set if it has
+    the same name, without case and configuration; a builtin source if one is made from the other. A copy under another
+    name is not known.
 
     Args:
         source: As `corpus_records` reads it.
@@ -37,9 +38,21 @@ def overlap(source: str, records: str, field: str) -> bool:
     path = Path(records).expanduser()
     theirs = {each.resolve() for each in (path, *(path.iterdir() if path.is_dir() else ()))}
     around = theirs.union(*(each.parents for each in theirs))
+    here = list(places(Path(source), field))
     return any(
-        place in around or not theirs.isdisjoint(place.parents) for place in places(Path(source), field)
-    )
+        place in around or not theirs.isdisjoint(place.parents) for place in here
+    ) or not _with_other_names(here).isdisjoint(_with_other_names([path, *path.rglob("*")]))
+
+
+def _with_other_names(files: Iterable[Path]) -> set[tuple[int, int]]:
+    """The files that have several names (hard links), whatever these are."""
+    found = set()
+    for path in files:
+        with contextlib.suppress(OSError):  # what cannot be read is not read either
+            stat = path.stat()
+            if stat.st_nlink > 1 and not path.is_dir():
+                found.add((stat.st_dev, stat.st_ino))
+    return found
 
 
 def places(file: Path, field: str) -> Iterator[Path]:

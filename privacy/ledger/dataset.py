@@ -76,8 +76,7 @@ class DatasetLedger:
         self.limit = simulation.greatest_epsilon
         self._budget = None if self.limit is None else Budget(self.limit, plan.privacy.delta)
         self._plan = plan
-        together = simulation.partition in ("natural", "auto") and simulation.field == plan.data.owner
-        self._at_several_sites = plan.privacy.unit == "owner" and not together
+        self._at_several_sites = plan.owners_divided
         if self._at_several_sites and plan.question is not None:
             self._at_several_sites = False  # one charge is for all of them
             if plan.question.sites_of_owner < plan.cohort.size():
@@ -157,15 +156,17 @@ class DatasetLedger:
         self._check_complete(entries, run, TRAIN, summed)
         self._check_complete(entries, run, EVALUATE, evaluated)
         last = 1 if terms.evaluated is None else self._plan.run.rounds
-        if not any(entry.charge.run == run for entry in entries) and not self._affords(
-            terms, run or "a new run", range(1, last + 1), sites
-        ):
+        if self.limit is None or any(entry.charge.run == run for entry in entries):
+            return
+        with_it = self._coming(terms, run or "a new run", range(1, last + 1), sites)
+        if with_it is not None and with_it.epsilon > self.limit:
             spent = self._cost(history.events(self.dataset)).epsilon
             room = "one more round" if terms.evaluated is None else "all rounds and evaluations of the run"
+            needed = f"with which it is {with_it.epsilon:.4g} at delta {with_it.delta:g}"
             raise BudgetError(
                 f"epsilon of the dataset {self.dataset!r} in {self.path}",
                 spent,
-                expected=f"room for {room} within simulation.greatest_epsilon = {self.limit:g}, over all runs",
+                expected=f"room for {room}, {needed}, within simulation.greatest_epsilon = {self.limit:g}",
                 fix="no run was begun and nothing was charged; only the party responsible for the data can raise the "
                 "limit",
             )
@@ -182,11 +183,13 @@ class DatasetLedger:
     def affords(self, terms: Terms, run: str, round_number: int, sites: Iterable[str]) -> bool:
         """Whether a round of these sites stays within the limit over all runs, with all evaluations that are to come;
         `pay` checks it again."""
-        return self._affords(terms, run, [round_number], sites)
-
-    def _affords(self, terms: Terms, run: str, rounds: Iterable[int], sites: Iterable[str]) -> bool:
         if self.limit is None:
             return True
+        with_it = self._coming(terms, run, [round_number], sites)
+        return with_it is None or with_it.epsilon <= self.limit
+
+    def _coming(self, terms: Terms, run: str, rounds: Iterable[int], sites: Iterable[str]) -> Spent | None:
+        """The cost of all runs with further rounds and all evaluations of a run; None if they are paid."""
         history, due = self._history(), () if terms.evaluated is None else terms.evaluated.due
         sums = [(TRAIN, number) for number in rounds] + [(EVALUATE, number) for number in due]
         charges = [
@@ -196,9 +199,7 @@ class DatasetLedger:
         ]
         paid = {entry.charge.id for entry in history.entries}
         coming = {charge.id: charge.event for charge in charges if charge.id not in paid}
-        return (
-            not coming or self._cost([*history.events(self.dataset), *coming.values()]).epsilon <= self.limit
-        )
+        return self._cost([*history.events(self.dataset), *coming.values()]) if coming else None
 
     def spent(
         self,

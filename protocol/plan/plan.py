@@ -1135,6 +1135,13 @@ class Plan(PlanSection):
         return self.server.evaluation == AT_SITES
 
     @property
+    def owners_divided(self) -> bool:
+        """Whether a simulation may give the records of one owner to several sites, with unit owner."""
+        simulation = self.simulation
+        together = simulation.partition in ("natural", "auto") and simulation.field == self.data.owner
+        return self.privacy.unit == "owner" and not together
+
+    @property
     def charged_evaluations(self) -> tuple[int, ...]:
         """The rounds after which sites evaluate and are charged for it; none without `server.evaluation_epsilon`."""
         if self.server.evaluation_epsilon is None:

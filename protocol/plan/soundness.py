@@ -437,6 +437,8 @@ _OF_MODELS = ("compare", "evaluate")
 """Kinds of questions that are about models."""
 _NARROWEST = 1e-9
 """Least width of a range, relative to its ends, by which numbers in it are told apart."""
+SHARE = "share of "
+"""Begins the name of the figure of a cell's share."""
 RESERVED = ("other", "units")
 """Names of cells and figures that no value may have."""
 
@@ -446,8 +448,12 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
     if question.kind == "histogram":
         if bool(question.values) == bool(question.edges):
             yield "question.values", "either values or edges", 'set question.values = ["no", "yes"], or edges'
-        if len({*question.values, *RESERVED}) < len(question.values) + len(RESERVED):
-            yield "question.values", f"different values, and none of {', '.join(RESERVED)}", "list each once"
+        shares = {f"{SHARE}{value}" for value in (*question.values, *RESERVED)}
+        if len({*question.values, *RESERVED}) < len(question.values) + len(RESERVED) or shares & {
+            *question.values
+        }:
+            wanted = f"different values, none of {', '.join(RESERVED)}, and none that is {SHARE}another"
+            yield "question.values", wanted, "list each once"
         kinds = {isinstance(edge, str) for edge in question.edges}
         finite = all(isinstance(edge, str) or math.isfinite(edge) for edge in question.edges)
         increasing = finite and len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # all numbers or all texts, as `kinds` has shown

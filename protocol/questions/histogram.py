@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from cloister.protocol.plan.plan import Plan, QuestionSection
+from cloister.protocol.plan.soundness import SHARE
 from cloister.protocol.questions.estimate import CLEAR, Estimate, Totals, count, quotient
 from cloister.protocol.questions.kind import Kind, question_of
 
@@ -35,7 +36,7 @@ class Histogram(Kind):
         for name, total in zip(names, told, strict=True):
             part = math.nan if total is None else total
             cells = (1, len(names) - 1)
-            found.append(quotient(f"share of {name}", part, everything, cells, deviation))
+            found.append(quotient(f"{SHARE}{name}", part, everything, cells, deviation))
         return (*found, count("units", totals, deviation))
 
     def drawn(self, found: tuple[Estimate, ...]) -> tuple[Estimate, ...]:

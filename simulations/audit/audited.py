@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,11 +26,12 @@ from cloister.privacy.accounting.accountant import composed
 from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, misfits, problem
 from cloister.privacy.audit.lower_bounds import ALARM, distinguish
-from cloister.privacy.ledger.ledger import Ledger
+from cloister.privacy.ledger.ledger import Entry, Ledger
 from cloister.privacy.mechanism.events import Event, from_json
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.report.report import AuditRow
 from cloister.protocol.machine.storage import write_new
+from cloister.protocol.messages.messages import TRAIN
 from cloister.protocol.plan import soundness
 from cloister.protocol.plan.plan import NO_EVALUATION, Plan
 
@@ -160,10 +161,24 @@ class TrainedBy(Resident, Generic[T]):
         return self.used
 
 
-def charged(site: Site) -> tuple[Event, ...]:
-    """What a site's own ledger was charged."""
+def charged(site: Site, plan: Plan, run: str) -> tuple[Event, ...]:
+    """What a site's own ledger was charged for its data, as `charged_for`."""
     entries = Ledger(site.config.folder / "ledger.sqlite", site.name, composed).entries()
-    return tuple(event for entry in entries for event in from_json(entry.charge.event))
+    return charged_for(entries, site.config.data_name, plan, run)
+
+
+def charged_for(entries: Iterable[Entry], dataset: str, plan: Plan, run: str) -> tuple[Event, ...]:
+    """The events that a ledger was charged for a dataset, once for each round of a run.
+
+    A charge to another dataset, run, purpose or round, at another delta, or again, is none of them: limits and reports
+    would not compose it with the others.
+    """
+    of_round = dict[int, tuple[Event, ...]]()
+    for charge in (entry.charge for entry in entries):
+        told = (charge.dataset, charge.run, charge.purpose, charge.delta)
+        if told == (dataset, run, TRAIN, plan.privacy.delta) and 0 < charge.round <= plan.run.rounds:
+            of_round.setdefault(charge.round, from_json(charge.event))
+    return tuple(event for events in of_round.values() for event in events)
 
 
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:

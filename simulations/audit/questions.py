@@ -58,7 +58,7 @@ from cloister.privacy.accounting.terms import Terms
 from cloister.privacy.audit.fit import Check, Noise, change, counted
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.ledger.ledger import read_history
-from cloister.privacy.mechanism.events import Event, Skellam, from_json
+from cloister.privacy.mechanism.events import Event, Skellam
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.privacy.mechanism.unit_sum import UnitSum
 from cloister.protocol.errors import CloisterError, EngineError
@@ -67,6 +67,7 @@ from cloister.protocol.questions.kind import question_of
 from cloister.protocol.questions.registry import of_sequences
 from cloister.protocol.questions.vectors import Sparse, Vectors
 from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import identity
 from cloister.server.run import run
 from cloister.simulations.audit.audited import (
     LENGTHS,
@@ -75,6 +76,7 @@ from cloister.simulations.audit.audited import (
     Progress,
     Streams,
     charged,
+    charged_for,
     judged,
     prepared,
 )
@@ -377,8 +379,12 @@ class QuestionGame:
             with RunFolder.create(folder / "run", plan) as out:
                 seen = partial(_opened, opened)
                 run(out, channel, lambda _event: None, roster=roster, dataset=dataset, released=seen)
-            own = [charged(site) for site in sites]
-            ledgers = own, [_charged(out.ledger, site.name) for site in sites], [_charged(ledger)]
+            run_id = identity(out)
+            own = [charged(site, plan, run_id) for site in sites]
+            for_sites = [
+                charged_for(read_history(out.ledger).entries, site.name, plan, run_id) for site in sites
+            ]
+            ledgers = own, for_sites, [charged_for(read_history(ledger).entries, "audit", plan, run_id)]
         if len(opened) != 1 or len(vectors) != len(sites):
             raise EngineError("sites in the answer", len(vectors), expected=f"all {len(sites)}")
         sent, bare = (np.stack([vectors[site.name][which] for site in sites]) for which in (0, 1))
@@ -421,14 +427,6 @@ def _over_runs(plan: Plan, path: Path) -> DatasetLedger:
     made = DatasetLedger(plan.model_copy(update={"simulation": simulation}))
     made.create()
     return made
-
-
-def _charged(path: Path, dataset: str = "audit") -> tuple[Event, ...]:
-    """What a ledger was charged for a dataset."""
-    entries = read_history(path).entries
-    return tuple(
-        e for each in entries if each.charge.dataset == dataset for e in from_json(each.charge.event)
-    )
 
 
 def _line(record: Record) -> str:

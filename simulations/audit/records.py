@@ -76,6 +76,8 @@ from cloister.simulations.audit.audited import (
 )
 from cloister.simulations.audit.steps import CanaryTrainer, Observed, Repeating
 
+RUN = "audit"
+"""Identity of the run that is played."""
 _MOST_CANARIES = 10_000
 _REHEARSALS = 5
 _REHEARSED = 20_000_000
@@ -147,8 +149,12 @@ class RecordGame:
         )
         repeated = Site(self._config("second", plan, records=False), second, simulated=empty)
         different = self._play((site, repeated), plan, rounds_played, observed)
-        claimed = epsilon_of(charged(site), terms.delta, terms.accountant)
-        both = [event for event in charged(site) + charged(repeated) if isinstance(event, SampledGaussian)]
+        claimed = epsilon_of(charged(site, plan, RUN), terms.delta, terms.accountant)
+        both = [
+            event
+            for event in charged(site, plan, RUN) + charged(repeated, plan, RUN)
+            if isinstance(event, SampledGaussian)
+        ]
         checks = self._checks(observed, draws, both, different)
         correct = right(first.used.scores, included, k)
         bound, refuting = (lower_bound(correct, k, m, terms.delta, level) for level in (confidence, ALARM))
@@ -193,16 +199,15 @@ class RecordGame:
             frames = [[bytes(view(frame)) for frame in encode(each)] for each in answers]
             return frames[0] != frames[1]
 
-        run = "audit"
         base_hash = b"" if self.base is None else vector_hash(self.base)
         base = np.empty(0, np.float32) if self.base is None else self.base
-        join = Join(run, plan.to_json(), bytes(32), base_hash, base)
+        join = Join(RUN, plan.to_json(), bytes(32), base_hash, base)
         different = int(differ([site.join(join) for site in sites]))
         sums, weights = Sums.over(plan, self.model.layout, base_hash), self.start
         names = tuple(site.name for site in sites[:1])
         features = Coordinated(sums, Given())
         for number in range(1, rounds + 1):
-            about = SumId(run, bytes.fromhex(plan.digest()), TRAIN, number)
+            about = SumId(RUN, bytes.fromhex(plan.digest()), TRAIN, number)
             by_feature = features.tell(number, names, {})
             state: Literal["fresh", "carried"] = "carried" if plan.carries else "fresh"
             told = Instructions(about, vector_hash(weights), by_feature, state)

@@ -40,6 +40,7 @@ from cloister.protocol.messages.wire import encode
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import identity
 from cloister.server.record.progress import RoundDone
 from cloister.server.run import run
 from cloister.server.sum.channel import Failure, reply_in
@@ -300,9 +301,12 @@ class Federation:
                 noise=partial(noises, "coordinator"),
                 released=watch.released,
             )
+            run_id = identity(out)
         if watch.rounds < plan.run.rounds:
             raise EngineError(
                 "rounds of the audit", watch.rounds, expected=f"all {plan.run.rounds} to be done"
             )
         totals = Sums(plan, self.model.layout.size).training.counters
-        return {site.name: charged(site) for site in sites}, len(channel.told) - 2 + len(totals) - 1
+        return {site.name: charged(site, plan, run_id) for site in sites}, len(channel.told) - 2 + len(
+            totals
+        ) - 1

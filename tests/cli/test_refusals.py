@@ -589,3 +589,32 @@ def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
 def test_what_a_plan_does_not_protect_is_told(settings: list[str], told: int) -> None:
     """Unequal steps let a crafted model single out a site; in clear each update is seen anyway."""
     assert len(warnings(parse("", settings))) == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["simulation.field=patient"], 0),
+        (["simulation.field=patient", "simulation.partition=natural"], 0),
+        (["simulation.field=ward"], 1),
+        (["simulation.field=patient", "simulation.partition=dirichlet"], 1),
+        ([], 1),
+        (["question.sites_of_owner=2"], 0),
+        (["simulation.source=builtin:python-docs"], 0),
+        (["privacy.unit=record", "data.owner="], 0),
+    ],
+)
+def test_owners_whom_a_simulation_divides_are_told(settings: list[str], told: int) -> None:
+    text = """[question]
+kind = "mean"
+field = "age"
+range = [0, 100]
+[data]
+owner = "patient"
+[privacy]
+unit = "owner"
+noise_multiplier = 3.0
+[simulation]
+source = "patients.jsonl"
+"""
+    assert len(warnings(parse(text, settings))) == told

@@ -179,6 +179,7 @@ def test_a_site_is_checked_for_a_question_by_its_fields(
         (["privacy.unit=site", "privacy.trusted_coordinator=true"], "privacy.trusted_coordinator"),
         (["privacy.unit=site", "privacy.delta=1e-3"], "privacy.unit"),
         (['question.values=["a", "other"]'], "question.values"),
+        (['question.values=["a", "share of a"]'], "question.values"),
         (["question.kind=mean", "question.values=[]", "question.range=[0.0, 5e-324]"], "question.range"),
         (
             ["question.kind=mean", "question.values=[]", "question.range=[1e9, 1000000000.5]"],

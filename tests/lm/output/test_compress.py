@@ -159,9 +159,11 @@ def test_the_records_of_sites_are_refused_under_a_unit(
     for target in (source, next(sites.glob("site-000/*.jsonl"))):
         linked = tmp_path / f"of {target.parent.name}"
         linked.mkdir()
-        (linked / "text.jsonl").symlink_to(target)
-        said = lone_refusal(capsys, "compress", str(private), *method, "--text", str(linked))
-        assert "expected public text" in said
+        for link in (linked / "text.jsonl").symlink_to, (linked / "same.jsonl").hardlink_to:
+            link(target)
+            said = lone_refusal(capsys, "compress", str(private), *method, "--text", str(linked))
+            assert "expected public text" in said
+            next(linked.iterdir()).unlink()
     shutil.copytree(private, without := tmp_path / "without", ignore=shutil.ignore_patterns("sites"))
     said = lone_refusal(capsys, "compress", str(without), *method, "--text", str(source))
     assert "expected public text" in said

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cloister.lm.data.prepare import Preparation, UnitRule, prepare, unit_rule
 from cloister.lm.model import writes
-from cloister.lm.model.model import load_model, save_pretrained
+from cloister.lm.model.model import LanguageModel, load_model, outline, save_pretrained
 from cloister.lm.questions.public import public_totals
 from cloister.lm.questions.question import Held
 from cloister.lm.questions.registry import asked_by
@@ -285,6 +285,20 @@ def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     changes = {"model.name": name, "model.config": {}, "question.others": [other], "question.kind": "compare"}
     with raises(ModelError, "question.others"):
         evaluated('["accuracy"]', CLASSES, "record", notes(20), changes)
+
+
+@pytest.mark.parametrize("load", [load_model, outline])
+@pytest.mark.parametrize("field", ["model.name", "question.others"])
+def test_a_model_that_lacks_the_head_is_refused(
+    load: Callable[[Plan], LanguageModel], field: str, tmp_path: Path
+) -> None:
+    """Its head would be new and random: the figures would tell nothing of the model, and cost epsilon."""
+    headed, bare = saved(tmp_path / "headed", 3), saved(tmp_path / "bare", 3, "")
+    name, others = (bare, []) if field == "model.name" else (headed, [bare])
+    changes = {"model.name": name, "model.config": {}, "question.others": others}
+    plan = Plan.parse(CLASSIFY.format('figures = ["accuracy"]', CLASSES, "", "record"), changes)
+    with raises(ModelError, field):
+        load(plan)
 
 
 ENTITIES = 'task = "token-classify"\nclasses = ["drug", "name"]\n'

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cli.main import main
+from cloister.lm.model.model import load_model, save_pretrained
 from cloister.protocol.plan.soundness import Plan
 from cloister.server.record.folder import RunFolder
 from cloister.simulations.audit import questions
@@ -39,6 +40,7 @@ AGES = 'kind = "histogram"\nfield = "age"\nedges = [0, 18, 65]\n'
 LENGTHS = 'kind = "histogram"\nfield = "ward"\nmeasure = "characters"\nedges = [1, 3]\n'
 MEAN = 'kind = "mean"\nfield = "age"\nrange = [0.0, 100.0]\n'
 EVALUATE = 'kind = "evaluate"\nfigures = ["confusion", "loss"]\n'
+COMPARE = 'kind = "compare"\nfigures = ["accuracy", "loss"]\nothers = ["OTHER"]\n'
 WORDS = 'kind = "vocabulary"\nfield = "text"\nwords = 8\nbuckets = 4096\n'
 AT_TWO_SITES = f"{WARDS}sites_of_owner = 2\n"
 CLASSES = 'task = "classify"\nclasses = ["calm", "ill"]\nsequence_length = 16\nheld_out = 0.3\n'
@@ -57,10 +59,14 @@ def question(path: Path, asks: str, unit: str = "owner") -> Path:
         for bed in range(120)
     ]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    owner, evaluates = 'owner = "patient"\n' if unit == "owner" else "", asks == EVALUATE
+    owner, evaluates = 'owner = "patient"\n' if unit == "owner" else "", asks in (EVALUATE, COMPARE)
     plan = path / "question.toml"
+    if asks == COMPARE:
+        model = load_model(Plan.parse(f"[run]\nseed = 3\n{MODEL}[data]\n{CLASSES}"))
+        save_pretrained(model, model.layout.flatten(model.module), path / "other")
     plan.write_text(
-        f'[run]\nname = "question-{next(NUMBERS)}"\n[question]\n{asks}{MODEL if evaluates else ""}'
+        f'[run]\nname = "question-{next(NUMBERS)}"\n[question]\n'
+        f"{asks.replace('OTHER', str(path / 'other'))}{MODEL if evaluates else ''}"
         f"[data]\n{owner}{CLASSES if evaluates else ''}"
         f'[privacy]\nunit = "{unit}"\nnoise_multiplier = 3.0\ndelta = 1e-6\n'
         f'[cohort]\nsites = 3\n[simulation]\nsource = "{data}"\npartition = "iid"\n'
@@ -89,6 +95,8 @@ def folder_of(plan_file: Path) -> Path:
         (MEAN, "owner"),
         (EVALUATE, "record"),
         (EVALUATE, "owner"),
+        (COMPARE, "record"),
+        (COMPARE, "owner"),
         (WORDS, "record"),
         (WORDS, "owner"),
         (AT_TWO_SITES, "owner"),
@@ -141,7 +149,7 @@ UNIT_SUM, ENCODE, STEPS = (
     f"privacy.mechanism.unit_sum:{name}" for name in ("unit_sum", "UnitSum.encode", "UnitSum.steps")
 )
 ANSWERED, ANSWER = "clients.training.ask:Asked.update", "task.code.answer(units)"
-OVER = "privacy.ledger.dataset:DatasetLedger"
+OWN, OVER = "clients.consent.spending:Spending._charge", "privacy.ledger.dataset:DatasetLedger"
 DRAWN, STREAM = "clients.site:Site._charged", "self._simulated.noise(about.round)"
 CUT = "np.where(within, rounded, np.trunc(scaled))"
 TOUCHED = "len(part.at) <= self.shape.touched and ("
@@ -162,6 +170,7 @@ UNPAID = Mutant(PAY, CHARGED, CHARGED.replace("events", "()"))
 NOT_OVER_RUNS = Mutant(PAY, "if self._shared is not None:", "if False:")
 ALL_WORDS = Mutant("lm.questions.vocabulary:_drawn", "len(words) <= most", "True")
 NOT_CUT = Mutant(STEPS, "norms > self.bound * (1 + _MARGIN)", "norms > np.inf")
+NOT_BY_MOST = Mutant("lm.questions.evaluate:_with", "_cut(loss, most, least) / most", "1e3 * loss")
 FIRST = [(HALF, NOISE), (BY_RECORD, CHANGE), (UNPAID, AT_SITE), (NOT_OVER_RUNS, OVER_RUNS)]
 LESS_NOISE = [
     (Mutant(UNIT_SUM, "whole / honest,", "whole / honest / 2,"), NOISE),
@@ -207,10 +216,15 @@ CHARGES = [
         Mutant("server.sum.spending:Spending._charge", "for site in sites", "for site in list(sites)[1:]"),
         AT_COORDINATOR,
     ),
+    (Mutant(OWN, "dataset=self._config.data_name", "dataset=run"), AT_SITE),
+    (Mutant(OWN, "run=run,", 'run=f"other-{run}",'), AT_SITE),
+    (Mutant(OWN, "release_id(run, purpose,", 'release_id(run, "evaluate",'), AT_SITE),
+    (Mutant(OWN, "delta=plan.privacy.delta", "delta=plan.privacy.delta * 1e5"), AT_SITE),
+    (Mutant(f"{OVER}._charge", "delta=self._plan.privacy.delta", "delta=0.5"), OVER_RUNS),
     (Mutant(UNIT_SUM, "shape.copies * l2, l1", "shape.copies * l2 / 2, l1"), CHANGE),
     (Mutant(UNIT_SUM, "rounded_l1(l2, shape.touched)", "rounded_l1(l2, shape.touched) / 2"), L1),
 ]
-"""No charge, or one for a smaller change than is made, in each ledger."""
+"""No charge, one for a smaller change than is made, or one that is not composed with the others, in each ledger."""
 
 
 @pytest.mark.parametrize(
@@ -246,6 +260,8 @@ def test_an_answer_that_is_not_what_is_charged_raises_an_alarm(
         (MEAN, [BY_RECORD], CHANGE),
         (EVALUATE, [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")], CHANGE),
         (EVALUATE, [HALF], NOISE),
+        (COMPARE, [HALF], NOISE),
+        (COMPARE, [NOT_CUT, NOT_BY_MOST], CHANGE),
         (WORDS, [ALL_WORDS, Mutant(ENCODE, TOUCHED, "(")], L1),
         (AT_TWO_SITES, [Mutant(UNIT_SUM, "shape.copies * l2, l1", "l2, l1")], CHANGE),
     ],
