@@ -102,7 +102,7 @@ def _check_unit(plan: Contract) -> None:
 
 def dimension_of(plan: Contract) -> int:
     """The trained parameters of a plan's model, as far as its cost depends on their number."""
-    if plan.privacy.unit != "site":
+    if plan.privacy.unit != "site" or plan.question is not None:
         return 1
     from cloister.lm.model.model import count_parameters  # takes seconds to import
 

@@ -196,7 +196,7 @@ def of_sum(stream: NoiseStream, total: RingVector, clip: float, names: Sequence[
 
 FEATURE = Feature(
     NAME,
-    wanted=lambda basis: basis.plan.privacy.unit == "site",
+    wanted=lambda basis: basis.plan.privacy.unit == "site" and basis.plan.question is None,
     site=_AtSite,
     coordinator=_AtCoordinator,
     tells=True,

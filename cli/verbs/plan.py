@@ -317,13 +317,14 @@ def expected_errors(plan: Plan, terms: Terms) -> dict[int, dict[str, float | Non
     """By the number of units of all sites together, the expected standard deviation of each figure by the noise."""
     question, mechanism = _asked(plan, terms) or (plan, None)
     assert mechanism is not None, "only a question, or an evaluation by the sites, has an answer"
-    deviation = mechanism.deviation(plan.cohort.size())
+    sites = plan.cohort.size()
+    deviation = mechanism.deviation(sites)
     return {
         units: {
             name: error if math.isfinite(error) else None
             for name, error in kind_of(question).expected(question, deviation, units)
         }
-        for units in SIZES
+        for units in ((sites,) if plan.privacy.unit == "site" else SIZES)
     }
 
 

@@ -6,9 +6,10 @@ found of a unit does not depend, in its last bit, on the units beside it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,19 +65,31 @@ def compare(plan: Plan, held: Held, models: tuple[LanguageModel, ...]) -> Iterat
 def _units(plan: Plan, held: Held, models: tuple[LanguageModel, ...], of_unit: Unit) -> Iterator[Vectors]:
     sequences, cells = held.prepared().held_out, kind_of(plan).count(plan)
     scorers = [_Scorer(plan, model, held.device) for model in models]
-    assert sequences.starts is not None, "a question has units of records or owners"
-    for begin, end in itertools.pairwise(sequences.starts.tolist()):
-        vector = np.zeros(cells)
-        try:
-            rows = [[scorer.row(sequences, row) for scorer in scorers] for row in range(begin, end)]
-            if labelled := [row for row in rows if len(row[0].wanted)]:
+    ends = (
+        [0, len(sequences)] if sequences.starts is None else sequences.starts.tolist()
+    )  # none with unit site
+    for begin, end in itertools.pairwise(ends):
+        rows, vector = [_row(scorers, sequences, row) for row in range(begin, end)], np.zeros(cells)
+        if labelled := [row for row in rows if row and len(row[0].wanted)]:
+            try:
                 vector = of_unit(plan, labelled)
-        except Exception as error:  # models raise any type, and each would reveal that the unit is there
-            _log.warning("a model fails on a unit, which counts as 0 and must stay at this site: %s", error)
-        finally:
-            for scorer in scorers:
-                scorer.kept.put_back()
+            except Exception as error:  # of what a model gave, and each would reveal that the unit is there
+                _log.warning(
+                    "a unit has no figures, and counts as 0, which must stay at this site: %s", error
+                )
         yield vector[None]
+
+
+def _row(scorers: Sequence[_Scorer], sequences: Sequences, row: int) -> list[Scored]:
+    """What each model does on a row; none if one fails."""
+    try:
+        return [scorer.row(sequences, row) for scorer in scorers]
+    except Exception as error:  # models raise any type, and each would reveal that the unit is there
+        _log.warning("a model fails on a row, which does not count and must stay at this site: %s", error)
+        return []
+    finally:
+        for scorer in scorers:
+            scorer.kept.put_back()
 
 
 class _Scorer:
@@ -122,7 +135,7 @@ def _figures(plan: Plan, rows: Sequence[Scored]) -> Vectors:
             made = np.array([right, 1 - right])
         return _with(made, scored.loss, 0.0, question)
 
-    return _mean([len(scored.wanted) for scored in rows], [of_row(scored) for scored in rows])
+    return _mean([len(scored.wanted) for scored in rows], map(of_row, rows))
 
 
 def _entities(plan: Plan, rows: Sequence[Scored]) -> Vectors:
@@ -148,16 +161,13 @@ def _compared(plan: Plan, rows: Sequence[Sequence[Scored]]) -> Vectors:
         made = np.array([better, worse, 1 - better - worse])
         return _with(made, one.loss - other.loss, -question.most_loss, question)
 
-    return _mean([len(one.wanted) for one, _ in rows], [of_row(*row) for row in rows])
+    return _mean([len(one.wanted) for one, _ in rows], (of_row(*row) for row in rows))
 
 
-def _mean(labels: Sequence[int], vectors: Sequence[Vectors]) -> Vectors:
+def _mean(labels: Sequence[int], vectors: Iterable[Vectors]) -> Vectors:
     """The mean of the vectors of rows, each with as much weight as it has labels."""
-    total = sum(labels)
-    mean: Vectors = np.sum(
-        [weight / total * each for weight, each in zip(labels, vectors, strict=True)], axis=0
-    )
-    return mean
+    weighted = (weight / sum(labels) * each for weight, each in zip(labels, vectors, strict=True))
+    return functools.reduce(np.add, weighted)
 
 
 def _with(vector: Vectors, loss: float, least: float, question: QuestionSection) -> Vectors:

@@ -46,12 +46,12 @@ def by_unit(plan: Plan, vectors: Iterable[tuple[bytes, Vectors]]) -> Iterator[Ve
 
     Args:
         plan: The question.
-        vectors: For each record its owner, which is empty without owners, and its vector (K,).
+        vectors: For each record its owner, which is empty without unit `owner`, and its vector (K,).
 
     Returns:
-        Rows (U, K): of each record, or of each owner the mean over its records.
+        Rows (U, K): of each record; or the mean over the records of each owner, or over all of them with unit `site`.
     """
-    if plan.privacy.unit == "owner":
+    if plan.privacy.unit != "record":
         owned: dict[bytes, tuple[Vectors, int]] = {}
         for owner, vector in vectors:
             total, count = owned.get(owner, (np.zeros_like(vector), 0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -14,6 +15,7 @@ from tokenizers import pre_tokenizers
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.questions.question import Held, owned_records
 from cloister.lm.text.records import Record
+from cloister.privacy.mechanism.unit_sum import MOST_TOUCHED
 from cloister.protocol.plan.plan import Plan, QuestionSection
 from cloister.protocol.questions.kind import question_of
 from cloister.protocol.questions.vectors import Sparse
@@ -46,12 +48,25 @@ def vocabulary(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -
 def _units(plan: Plan, held: Held) -> Iterator[set[bytes]]:
     """The words that count of each unit that has any."""
     question, owners = question_of(plan), dict[bytes, set[bytes]]()
+    if plan.privacy.unit == "site":
+        yield from filter(
+            None, [_most_frequent(question, (record for _, record in owned_records(plan, held)))]
+        )
+        return
     for owner, record in owned_records(plan, held):
         if plan.privacy.unit == "owner":
             owners[owner] = _words_of(record, question, owner, owners.get(owner, set()))
         elif words := _words_of(record, question, None, set()):
             yield words
     yield from filter(None, owners.values())
+
+
+def _most_frequent(question: QuestionSection, records: Iterable[Record]) -> set[bytes]:
+    """The words of a site that count: those of most of its records."""
+    counts = Counter[bytes]()
+    for record in records:
+        counts.update(_words_of(record, question, None, set(), MOST_TOUCHED))
+    return set(heapq.nsmallest(question.words, counts, key=lambda word: (-counts[word], word)))
 
 
 def split(text: str, ngram: int) -> set[bytes]:
@@ -70,7 +85,9 @@ def split(text: str, ngram: int) -> set[bytes]:
     return {word for word in words if 0 < len(word) <= LONGEST and 0 not in word}
 
 
-def _words_of(record: Record, question: QuestionSection, unit: bytes | None, words: set[bytes]) -> set[bytes]:
+def _words_of(
+    record: Record, question: QuestionSection, unit: bytes | None, words: set[bytes], most: int = 0
+) -> set[bytes]:
     """The words of a unit that count, with those of a further record.
 
     Args:
@@ -78,6 +95,7 @@ def _words_of(record: Record, question: QuestionSection, unit: bytes | None, wor
         question: The question.
         unit: By which words are drawn; None: by the text, so that it differs between texts.
         words: Those of the records before.
+        most: How many count at most; 0: as many as of a unit.
     """
     try:
         text = record.get(question.field)
@@ -86,7 +104,7 @@ def _words_of(record: Record, question: QuestionSection, unit: bytes | None, wor
             # Part by part, so that a long text needs no more memory.
             for begin in range(0, min(len(text), _MOST_TEXT), _PART):
                 found = split(text[begin : begin + _PART], question.ngram)
-                words = _drawn(words | found, question.words, drawn)
+                words = _drawn(words | found, most or question.words, drawn)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of a tokenizer too: each would reveal that the record is there

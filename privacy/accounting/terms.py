@@ -235,10 +235,11 @@ class _Round(NamedTuple):
 def _asked(plan: Plan, noise: float) -> UnitSum:
     """The mechanism of a question with a noise multiplier."""
     unit, kind, question = plan.privacy.unit, kind_of(plan), question_of(plan)
-    assert unit in ("record", "owner"), "a sound question has one of them"
+    assert unit != "none", "a sound question has a unit"
     shape = Shape(kind.count(plan), kind.touched(plan), kind.bound(plan), question.sites_of_owner)
     sites, bits = plan.cohort.size(), plan.aggregation.ring_bits
-    return unit_sum(noise, shape, sites, question.most_units, plan.honest(), bits, unit)
+    most = 1 if unit == "site" else question.most_units
+    return unit_sum(noise, shape, sites, most, plan.honest(), bits, unit)
 
 
 def _round(plan: Plan, noise: float, dimension: int) -> _Round:

@@ -69,8 +69,8 @@ def _own_part(event: Skellam) -> Skellam:
 
 
 def is_question(event: Event) -> bool:
-    """Whether an event is the noised sum of the units' vectors: training sums vectors of whole sites."""
-    return isinstance(event, Skellam) and event.unit != "site"
+    """Whether an event is the noised sum of what units are asked: training sums updates of whole sites."""
+    return isinstance(event, Skellam) and (event.asked or event.unit != "site")
 
 
 @dataclass(frozen=True)

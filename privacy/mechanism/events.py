@@ -139,13 +139,15 @@ class Skellam(_Checked):
     honest: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """Sites whose equal parts of the noise are counted in `variance`, and in those of `extra`; 0: not known, as in
     ledgers of earlier versions."""
+    asked: bool = False
+    """Whether it is a question about sites; one about records or owners is known by its unit."""
 
 
 Event: TypeAlias = SampledGaussian | Gaussian | CorrelatedGaussian | Skellam
 
 
 _ADDED: dict[type[Any], dict[str, Any]] = {
-    Skellam: {"unit": "site", "honest": 0},
+    Skellam: {"unit": "site", "honest": 0, "asked": False},
     SampledGaussian: {"trusts": ""},
 }
 """Fields that ledgers of earlier versions do not have. With these values they are not written: those ledgers stay

@@ -175,5 +175,5 @@ def unit_sum(
     whole = (z * b * scale) ** 2
     l2 = scale * each * (1 + 4 * _MARGIN)
     l1 = shape.copies * rounded_l1(l2, shape.touched)
-    event = Skellam(whole, shape.copies * l2, l1, 1, unit=unit, honest=honest)
+    event = Skellam(whole, shape.copies * l2, l1, 1, unit=unit, asked=unit == "site", honest=honest)
     return UnitSum(shape, scale, whole / honest, event)

@@ -791,7 +791,7 @@ class QuestionSection(PlanSection):
     """`evaluate`: how the model of `[model]` does on the sites' held-out records. `compare`: how much better it does
     than another one. `histogram`: how many units have which value of a field. `mean`: mean and variance of a field's
     numbers. `vocabulary`: the frequent words of a field."""
-    most_units: Annotated[int, Field(ge=1, le=10**7)] = 10_000
+    most_units: Annotated[int, Field(ge=1, le=10**7), Only("privacy.unit", but=("site",))] = 10_000
     """Units of a site for which the ring has room, such as records. A site with more of them is in the sum too, but the
     answer may then be wrong. Fewer leave finer steps."""
     field: Annotated[str, _FIELDS] = ""

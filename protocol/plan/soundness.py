@@ -406,7 +406,7 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
     for field, right, fix in (
         (
             "privacy.unit",
-            ("record", "owner"),
+            ("record", "owner", "site"),
             'set privacy.unit = "record", privacy.target_epsilon and privacy.delta',
         ),
         ("aggregation.secure", (True,), "set aggregation.secure = true"),
@@ -414,8 +414,8 @@ def _of_question(plan: Contract) -> Iterator[Refusal]:
         if _value(plan, field) not in right:
             yield Refusal(
                 field,
-                "record or owner as the unit, and the secure sum, in a question: the noise that covers a unit is that "
-                "of all sites together",
+                "a privacy unit, and the secure sum, in a question: the noise that covers a unit is that of all sites "
+                "together",
                 fix,
                 "charge",
             )
@@ -473,7 +473,7 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
     elif plan.privacy.record == "window":
         wanted = "record in a question about a field, which reads whole records"
         yield "privacy.record", wanted, "remove privacy.record"
-    if plan.privacy.unit in ("record", "owner") and plan.privacy.clip != PrivacySection().clip:
+    if plan.privacy.unit != "none" and plan.privacy.clip != PrivacySection().clip:
         yield (
             "privacy.clip",
             "1.0 in a question, whose vectors are bounded by its kind",

@@ -101,7 +101,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     """
     files, plan = RunFiles(path), read_plan(path)
     history = run_history(files)
-    terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" else 1)
+    terms = terms_of(plan, _dimension(files) if plan.privacy.unit == "site" and plan.question is None else 1)
     account = _account(files, plan, history, terms)
     asked = None
     if terms is not None and (plan.question is not None or plan.charged_evaluations):

@@ -12,6 +12,8 @@ step, because the draws of the others would be other ones. Or, with the draws of
 `LENGTHS` bounds along all cells, after those of the records.
 
 An owner who may be at several sites (`question.sites_of_owner`) is at the first ones, at each with all of the records.
+With unit `site` the unit is all records of the first site, which has no others: `_MANY` of these values or of its own,
+or where a model is evaluated its own records.
 
 Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone; the noise is new.
 The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the noised sum x of
@@ -250,7 +252,8 @@ class QuestionGame:
             change("what one unit changes in a sum, in steps", l2, law.l2),
             change("the same, summed over the cells", l1, law.l1),
         )
-        what = f"{count} answers of {sites} sites, with or without one {terms.unit} of {self.site.name}"
+        one = "all records" if terms.unit == "site" else f"one {terms.unit}"
+        what = f"{count} answers of {sites} sites, with or without {one} of {self.site.name}"
         claimed = epsilon_of(events, terms.delta, terms.accountant), terms.epsilon(1)
         deviation = math.sqrt(law.variance) / float(norm(along))
         return judged(
@@ -268,7 +271,8 @@ class QuestionGame:
 
         shape, units = _asked(self.terms).shape, self._units()
         taken = {_line(record) for unit in units for record in unit}
-        rest = [record for record in self._records() if _line(record) not in taken]
+        own = [] if self.terms.unit == "site" else self._records()  # of a site all records are one unit
+        rest = [record for record in own if _line(record) not in taken]
         without = self._play([], rest, even).sent
         for unit in units:
             yield unit, _total(self._play(unit, rest, even).sent - without)
@@ -300,12 +304,12 @@ class QuestionGame:
         Raises:
             CloisterError: none is found.
         """
-        path = self.folder / "held-out.jsonl"
-        for number in range(_TRIED):
+        path, whole = self.folder / "held-out.jsonl", self.terms.unit == "site"
+        for number in range(1 if whole else _TRIED):
             unit = self._of_owner(own if self._many > 1 else own[number:], f"the owner {number} of an audit")
-            write_records(path, unit := unit[: self._many])
-            starts = self._prepared(path).held_out.starts
-            units = 0 if starts is None else len(starts) - 1
+            write_records(path, unit := unit[: len(own) if whole else self._many])
+            found = self._prepared(path).held_out
+            units = min(len(found), 1) if found.starts is None else len(found.starts) - 1
             if units == 1 or (units and self._many > 1):  # an owner is one; more are a defect to be seen
                 return unit
         raise CloisterError(
@@ -322,7 +326,7 @@ class QuestionGame:
     @property
     def _many(self) -> int:
         """Records of a unit."""
-        return _MANY if self.terms.unit == "owner" else 1
+        return 1 if self.terms.unit == "record" else _MANY
 
     def _records(self) -> list[Record]:
         """The records of the site."""

@@ -177,7 +177,7 @@ def test_a_site_is_checked_for_a_question_by_its_fields(
         (["privacy.record=window"], "privacy.record"),
         (["question.values=[]", "question.edges=[nan]"], "question.edges"),
         (["privacy.unit=site", "privacy.trusted_coordinator=true"], "privacy.trusted_coordinator"),
-        (["privacy.unit=site", "privacy.delta=1e-3"], "privacy.unit"),
+        (["privacy.unit=site", "question.sites_of_owner=2"], "question.sites_of_owner"),
         (['question.values=["a", "other"]'], "question.values"),
         (['question.values=["a", "share of a"]'], "question.values"),
         (["question.kind=mean", "question.values=[]", "question.range=[0.0, 5e-324]"], "question.range"),
@@ -290,11 +290,13 @@ def test_no_count_of_a_site_is_in_what_leaves_it(tmp_path: Path) -> None:
     assert not [coding for coding in codings for frame in sent if coding in frame]
 
 
+@pytest.mark.parametrize("unit", ["record", "site"])
 def test_an_answer_that_a_crash_interrupts_is_charged_once(
-    asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unit: str, asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed between the charges and the release: it goes on with the vectors that were charged."""
     out = tmp_path / "run"
+    asked.write_text(asked.read_text().replace('unit = "record"', f'unit = "{unit}"'))
     kill_while(killed_run, asked, out, one_answered)
     files = RunFiles(out)
     assert not files.final.exists()

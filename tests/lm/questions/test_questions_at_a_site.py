@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from cloister.lm.data.prepare import Preparation, UnitRule, prepare, unit_rule
 from cloister.lm.model import writes
 from cloister.lm.model.model import LanguageModel, load_model, outline, save_pretrained
+from cloister.lm.questions import evaluate as evaluate_module
 from cloister.lm.questions.public import public_totals
 from cloister.lm.questions.question import Held
 from cloister.lm.questions.registry import asked_by
@@ -237,6 +239,33 @@ def test_an_evaluation_is_that_of_the_sums() -> None:
     assert ((made >= 0) & (made <= 1)).all()
     assert (np.linalg.norm(made, axis=1) <= kind_of(plan).bound(plan)).all()
     assert np.allclose(made[:, 2] * 10, math.log(264), atol=1.0)  # of an untrained model, nats per byte
+
+
+def test_a_site_is_the_mean_over_the_labels_of_its_held_out_records() -> None:
+    """In another division into held-out records, so each is evaluated alone here."""
+    plan, made = evaluated('["accuracy", "loss"]', CLASSES, "site", notes(40))
+    assert made.shape == (1, 3)
+    assert made[0, 0] + made[0, 1] == pytest.approx(1)
+    _, none = evaluated('["accuracy", "loss"]', CLASSES, "site", [])
+    assert not none.any()
+    assert (np.linalg.norm(made, axis=1) <= kind_of(plan).bound(plan)).all()
+
+
+def test_a_row_on_which_the_model_fails_leaves_the_others_of_its_site(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, whole = evaluated('["confusion"]', CLASSES, "site", notes(40))
+    row, calls = evaluate_module._Scorer.row, itertools.count()
+
+    def fails(self: Any, sequences: Any, at: int) -> Any:
+        if next(calls) == 1:
+            raise IndexError("index out of range")
+        return row(self, sequences, at)
+
+    monkeypatch.setattr(evaluate_module._Scorer, "row", fails)
+    _, rest = evaluated('["confusion"]', CLASSES, "site", notes(40))
+    assert rest.sum() == pytest.approx(1)
+    assert not np.array_equal(rest, whole)
 
 
 def test_a_unit_on_which_the_model_fails_counts_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,11 @@ def folder_of(plan_file: Path) -> Path:
         (EVALUATE, "owner"),
         (COMPARE, "record"),
         (COMPARE, "owner"),
+        (AGES, "site"),
+        (MEAN, "site"),
+        (EVALUATE, "site"),
+        (COMPARE, "site"),
+        (WORDS, "site"),
         (WORDS, "record"),
         (WORDS, "owner"),
         (AT_TWO_SITES, "owner"),
@@ -165,10 +170,13 @@ SMALLER = f"({REPLACE}(events[0], l2=events[0].l2 / 2),)"
 OWNERS = "lm.questions.question:by_unit"
 
 HALF = Mutant(ENCODE, "self.variance)", "self.variance / 4)")
-BY_RECORD = Mutant(OWNERS, 'plan.privacy.unit == "owner"', "False")
+BY_RECORD = Mutant(OWNERS, 'plan.privacy.unit != "record"', "False")
 UNPAID = Mutant(PAY, CHARGED, CHARGED.replace("events", "()"))
 NOT_OVER_RUNS = Mutant(PAY, "if self._shared is not None:", "if False:")
 ALL_WORDS = Mutant("lm.questions.vocabulary:_drawn", "len(words) <= most", "True")
+UNOPENED = Mutant("server.sum.spending:Spending.before_opening", 'self.terms.unit == "site"', "False")
+EACH_ROW = Mutant("lm.questions.evaluate:_units", "[0, len(sequences)]", "[*range(len(sequences) + 1)]")
+EVERY_WORD = Mutant("lm.questions.vocabulary:_most_frequent", "question.words,", "len(counts),")
 NOT_CUT = Mutant(STEPS, "norms > self.bound * (1 + _MARGIN)", "norms > np.inf")
 NOT_BY_MOST = Mutant("lm.questions.evaluate:_with", "_cut(loss, most, least) / most", "1e3 * loss")
 FIRST = [(HALF, NOISE), (BY_RECORD, CHANGE), (UNPAID, AT_SITE), (NOT_OVER_RUNS, OVER_RUNS)]
@@ -254,28 +262,35 @@ def test_an_answer_that_is_not_what_is_charged_raises_an_alarm(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asks", "mutants", "found"),
+    ("asks", "unit", "mutants", "found"),
     [
-        (MEAN, [NOT_CUT, Mutant(OWNERS, "total / count", "total")], CHANGE),
-        (MEAN, [BY_RECORD], CHANGE),
-        (EVALUATE, [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")], CHANGE),
-        (EVALUATE, [HALF], NOISE),
-        (COMPARE, [HALF], NOISE),
-        (COMPARE, [NOT_CUT, NOT_BY_MOST], CHANGE),
-        (WORDS, [ALL_WORDS, Mutant(ENCODE, TOUCHED, "(")], L1),
-        (AT_TWO_SITES, [Mutant(UNIT_SUM, "shape.copies * l2, l1", "l2, l1")], CHANGE),
+        (MEAN, "owner", [NOT_CUT, Mutant(OWNERS, "total / count", "total")], CHANGE),
+        (MEAN, "owner", [BY_RECORD], CHANGE),
+        (EVALUATE, "owner", [Mutant("lm.data.prepare:_split_units", "if rule.owner:", "if False:")], CHANGE),
+        (EVALUATE, "owner", [HALF], NOISE),
+        (COMPARE, "owner", [HALF], NOISE),
+        (COMPARE, "owner", [NOT_CUT, NOT_BY_MOST], CHANGE),
+        (WORDS, "owner", [ALL_WORDS, Mutant(ENCODE, TOUCHED, "(")], L1),
+        (AT_TWO_SITES, "owner", [Mutant(UNIT_SUM, "shape.copies * l2, l1", "l2, l1")], CHANGE),
+        (AGES, "site", [HALF], NOISE),
+        (AGES, "site", [BY_RECORD], CHANGE),
+        (AGES, "site", [UNPAID], AT_SITE),
+        (AGES, "site", [UNOPENED], AT_COORDINATOR),
+        (EVALUATE, "site", [EACH_ROW], CHANGE),
+        (WORDS, "site", [EVERY_WORD, Mutant(ENCODE, TOUCHED, "(")], L1),
     ],
     ids=str,
 )
-def test_other_kinds_are_audited(
+def test_other_kinds_and_units_are_audited(
     asks: str,
+    unit: str,
     mutants: list[Mutant],
     found: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = folder_of(question(tmp_path, asks))
+    run = folder_of(question(tmp_path, asks, unit))
     for mutant in mutants:
         mutant.plant(monkeypatch)
     code, result, _ = ran(capsys, run, "--canaries", "4" if asks == WORDS else "30")
