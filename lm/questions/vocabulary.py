@@ -15,7 +15,6 @@ from tokenizers import pre_tokenizers
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.questions.question import Held, owned_records
 from cloister.lm.text.records import Record
-from cloister.privacy.mechanism.unit_sum import MOST_TOUCHED
 from cloister.protocol.plan.plan import Plan, QuestionSection
 from cloister.protocol.questions.kind import question_of
 from cloister.protocol.questions.vectors import Sparse
@@ -24,6 +23,8 @@ from cloister.protocol.questions.vocabulary import LONGEST, cells_of, weights_of
 _log = logging.getLogger(__name__)
 _MOST_TEXT = 2**20
 """Characters of a text whose words count."""
+_MOST_WORDS = 2**16
+"""Words of a record of which a site counts in how many records they are."""
 _PART = 2**16
 """Characters that are cut into words together; a word at the end of a part is cut there."""
 _AT_ONCE = 512
@@ -65,7 +66,7 @@ def _most_frequent(question: QuestionSection, records: Iterable[Record]) -> set[
     """The words of a site that count: those of most of its records."""
     counts = Counter[bytes]()
     for record in records:
-        counts.update(_words_of(record, question, None, set(), MOST_TOUCHED))
+        counts.update(_words_of(record, question, None, set(), _MOST_WORDS))
     return set(heapq.nsmallest(question.words, counts, key=lambda word: (-counts[word], word)))
 
 
