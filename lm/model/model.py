@@ -181,6 +181,8 @@ def _asked(plan: Plan, *, outlined: bool = False) -> LanguageModel:
                 expected=f"a model with the tokenizer of {plan.model.name}: both are asked about the same labels",
             )
         source += "" if outlined else origin(section, about[-1].module, tokenizer, ())
+    if question_of(plan).measure == "tokens":
+        source = tokenizer_digest(tokenizer)
     return LanguageModel(module, tokenizer, replace(layout, source=source), plan.model, about=tuple(about))
 
 

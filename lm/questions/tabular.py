@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from cloister.lm.model.model import LanguageModel
 from cloister.lm.questions.question import Held, by_unit, of_records
+from cloister.lm.tasks.registry import tokenizer_of
 from cloister.lm.text.records import Record
 from cloister.protocol.plan.plan import Plan, QuestionSection
 from cloister.protocol.questions.kind import question_of
@@ -24,10 +26,10 @@ _NUMBER = re.compile(r"[ \t]{0,9}[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]
 def histogram(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iterator[Vectors]:
     """1 in the cell of each record's value, else 1 in the cell `other`."""
     question, names = question_of(plan), kind_of(plan).cells(plan)
-    place = _by_value(question) if question.values else _by_range(question)
+    place, measured = _by_value(question) if question.values else _by_range(question), _measure(plan)
 
     def vector(record: Record) -> Vectors:
-        found, made = place(_measured(record, question)), np.zeros(len(names))
+        found, made = place(measured(record)), np.zeros(len(names))
         made[len(names) - 1 if found is None else found] = 1.0
         return made
 
@@ -36,11 +38,11 @@ def histogram(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) ->
 
 def mean(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iterator[Vectors]:
     """1, y and y squared of each record with a number, where y is -1 at one end of the range and 1 at the other."""
-    question = question_of(plan)
+    measured = _measure(plan)
     middle, half = ends(plan)
 
     def vector(record: Record) -> Vectors:
-        value = _number(_measured(record, question))
+        value = _number(measured(record))
         if value is None:
             return np.zeros(3)
         y = min(max((value - middle) / half, -1.0), 1.0)
@@ -49,11 +51,24 @@ def mean(plan: Plan, held: Held, models: tuple[LanguageModel, ...] = ()) -> Iter
     return by_unit(plan, of_records(plan, held, vector, np.zeros(3)))
 
 
-def _measured(record: Record, question: QuestionSection) -> Any:
-    value = record.get(question.field)
-    if question.measure == "characters":
-        return len(value) if isinstance(value, str) else None
-    return value
+def _measure(plan: Plan) -> Callable[[Record], Any]:
+    """What of a record is asked about: its field, or how long the text in it is."""
+    question = question_of(plan)
+    field = question.field
+    if question.measure == "value":
+        return lambda record: record.get(field)
+    length = _tokens(tokenizer_of(plan)) if question.measure == "tokens" else len
+
+    def measured(record: Record) -> int | None:
+        text = record.get(field)
+        return length(text) if isinstance(text, str) else None
+
+    return measured
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    """Counts the tokens of a text, without special ones."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _number(value: Any) -> float | None:

@@ -192,7 +192,8 @@ class Policy(Section):
             if not _listed(name, model.revision, self.models):
                 _refuse("models", "model.name", _named(name, model.revision), _one_of(self.models))
         of = model.revision if model.tokenizer == "auto" and tokenizer == model.name else _MAIN
-        if self.tokenizers and named and not _listed(tokenizer, of, self.tokenizers):
+        cuts = named or (plan.question is not None and plan.question.measure == "tokens")
+        if self.tokenizers and cuts and not _listed(tokenizer, of, self.tokenizers):
             _refuse("tokenizers", "model.tokenizer", _named(tokenizer, of), _one_of(self.tokenizers))
         if self.adapters and scheme not in self.adapters:
             _refuse("adapters", "model.adapter.scheme", scheme, _one_of(self.adapters))

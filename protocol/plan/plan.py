@@ -796,8 +796,10 @@ class QuestionSection(PlanSection):
     answer may then be wrong. Fewer leave finer steps."""
     field: Annotated[str, _FIELDS] = ""
     """Field that is counted or averaged, or whose words are counted."""
-    measure: Annotated[Literal["value", "characters"], Only("question.kind", ("histogram", "mean"))] = "value"
-    """What of the field: its `value`, or its number of `characters`."""
+    measure: Annotated[
+        Literal["value", "characters", "tokens"], Only("question.kind", ("histogram", "mean"))
+    ] = "value"
+    """What of the field: its `value`, or its number of `characters`, or of `tokens` of `model.tokenizer`."""
     values: Annotated[tuple[str, ...], Only("question.kind", ("histogram",))] = ()
     """Values that are counted, each in a cell of its own; a whole number counts as its digits, and true and false as
     these words. All others are in the cell `other`."""

@@ -457,8 +457,8 @@ def _of_cells(plan: Contract, question: QuestionSection) -> Iterator[tuple[str, 
         kinds = {isinstance(edge, str) for edge in question.edges}
         finite = all(isinstance(edge, str) or math.isfinite(edge) for edge in question.edges)
         increasing = finite and len(kinds) < 2 and all(low < high for low, high in pairwise(question.edges))  # type: ignore[operator]  # all numbers or all texts, as `kinds` has shown
-        if not increasing or (question.measure == "characters" and True in kinds):
-            wanted = "all numbers" if question.measure == "characters" else "all numbers or all texts"
+        if not increasing or (question.measure != "value" and True in kinds):
+            wanted = "all numbers" if question.measure != "value" else "all numbers or all texts"
             yield "question.edges", f"increasing edges, {wanted}", "set question.edges = [0, 18, 65]"
     if question.kind == "mean" and question.range:
         low, high = question.range

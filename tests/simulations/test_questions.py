@@ -219,6 +219,12 @@ def test_a_policy_lists_the_kinds_of_questions(asked: Path) -> None:
     with raises(PolicyError, "question.kind"):
         Policy(units=("record",)).check(plan, **offer)
     Policy(units=("record",), questions=("histogram",), models=("org/llm",)).check(plan, **offer)
+    listed = Policy(questions=("histogram",), tokenizers=("org/llm",))
+    listed.check(plan, **offer)
+    with raises(PolicyError, "model.tokenizer"):
+        listed.check(
+            Plan.load(asked, ["question.measure=tokens", "question.values=[]", "question.edges=[9]"]), **offer
+        )
     with raises(PolicyError, "epsilon of the question"):
         Policy(questions=("histogram",), greatest_question_epsilon=0.5, greatest_delta=1e-5).check(
             plan, **offer

@@ -76,6 +76,22 @@ def test_each_record_is_in_one_cell(text: str, field: str, values: list[Any], at
     assert made.argmax(axis=1).tolist() == [*at, kind_of(plan).count(plan) - 1]
 
 
+def test_tokens_of_the_plan_are_counted(tmp_path: Path) -> None:
+    """Of a trained tokenizer they are fewer than the bytes; sites with another one are told apart."""
+    texts = ["a few words", "a few words and a few", "", 5, None]
+    train_tokenizer(["a few words and a few words"] * 9, "bpe", 270).save_pretrained(tmp_path / "own")
+    found = {}
+    for name in ("auto", str(tmp_path / "own")):
+        changes = {"model.tokenizer": name, "question.measure": "tokens", "question.edges": [1, 8, 18]}
+        plan = Plan.parse(f"[question]\n{LENGTHS}[privacy]\n{PRIVATE}", changes)
+        found[name] = vectors(plan, [{"note": text} for text in texts]).argmax(axis=1).tolist()
+        assert found[name][2:] == [0, 4, 4]
+        assert load_model(plan).layout.source
+    assert found["auto"][:2] == [2, 3]
+    assert max(found[str(tmp_path / "own")][:2]) < 3
+    assert load_model(plan).layout.source != load_model(question(LENGTHS)).layout.source
+
+
 def test_numbers_are_cut_and_scaled() -> None:
     made = vectors(question(MEAN), [{"age": age} for age in (0, 50, 100, 1e9, -5, "75", None)])
     y = np.array([-1, 0, 1, 1, -1, 0.5])
