@@ -36,6 +36,7 @@ HISTOGRAM = 'kind = "histogram"\nfield = "ward"\nvalues = ["a", "7"]\n'
 RANGES = 'kind = "histogram"\nfield = "age"\nedges = [0, 18, 65.5]\n'
 DATES = 'kind = "histogram"\nfield = "day"\nedges = ["2024-01-01", "2025-01-01"]\n'
 LENGTHS = 'kind = "histogram"\nfield = "note"\nmeasure = "characters"\nedges = [1, 10]\n'
+TOKENS = LENGTHS.replace("characters", "tokens")
 MEAN = 'kind = "mean"\nfield = "age"\nrange = [0, 100]\n'
 
 
@@ -108,7 +109,7 @@ def test_an_owner_counts_once_however_many_records_it_has() -> None:
     assert np.allclose(np.sort(made, axis=0), np.sort([[0.75, 0.25, 0], [0, 0, 1]], axis=0))
 
 
-@pytest.mark.parametrize("text", [RANGES, MEAN, HISTOGRAM, LENGTHS])
+@pytest.mark.parametrize("text", [RANGES, MEAN, HISTOGRAM, LENGTHS, TOKENS])
 def test_no_record_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its site would drop out, and tell that the record is there."""
     odd = [
@@ -132,7 +133,7 @@ def test_no_record_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise ArithmeticError("of this record")
 
-    monkeypatch.setattr("cloister.lm.questions.tabular._measured", fails)
+    monkeypatch.setattr("cloister.lm.questions.tabular._measure", lambda _plan: fails)
     made = vectors(question(text), [{"age": 1}])
     assert made.tolist() == ([[0, 0, 0]] if text == MEAN else [[*[0] * (made.shape[1] - 1), 1]])
 
@@ -165,7 +166,7 @@ def evaluated(
     plan = Plan.parse(CLASSIFY.format(f"figures = {figures}", data, owner, unit), changes or {})
     model = load_model(plan)
     rule = unit_rule(plan.data, plan.privacy)
-    prepared = prepare(records, model.about[0].tokenizer, plan.data, seed=0, units=rule)
+    prepared = prepare(records, model.about[0].tokenizer, plan.data, seed=0, units=rule, refuse=False)
     made = asked_by(plan)(plan, held(records, lambda: prepared), model.about)
     return plan, np.concatenate(list(made))
 
@@ -258,7 +259,7 @@ def test_an_evaluation_is_that_of_the_sums() -> None:
 
 
 def test_a_site_is_the_mean_over_the_labels_of_its_held_out_records() -> None:
-    """In another division into held-out records, so each is evaluated alone here."""
+    """One without records is zeros."""
     plan, made = evaluated('["accuracy", "loss"]', CLASSES, "site", notes(40))
     assert made.shape == (1, 3)
     assert made[0, 0] + made[0, 1] == pytest.approx(1)
