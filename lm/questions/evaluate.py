@@ -166,7 +166,8 @@ def _compared(plan: Plan, rows: Sequence[Sequence[Scored]]) -> Vectors:
 
 def _mean(labels: Sequence[int], vectors: Iterable[Vectors]) -> Vectors:
     """The mean of the vectors of rows, each with as much weight as it has labels."""
-    weighted = (weight / sum(labels) * each for weight, each in zip(labels, vectors, strict=True))
+    total = sum(labels)
+    weighted = (weight / total * each for weight, each in zip(labels, vectors, strict=True))
     return functools.reduce(np.add, weighted)
 
 

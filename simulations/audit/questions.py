@@ -12,8 +12,9 @@ step, because the draws of the others would be other ones. Or, with the draws of
 `LENGTHS` bounds along all cells, after those of the records.
 
 An owner who may be at several sites (`question.sites_of_owner`) is at the first ones, at each with all of the records.
-With unit `site` the unit is all records of the first site, which has no others: `_MANY` of these values or of its own,
-or where a model is evaluated its own records.
+With unit `site` the unit is all that the first site has: `_MANY` of these values or of its own records, or where a
+model is evaluated its first `_TRIED` records. If only one row of them is held out, rows that count as units are not
+seen.
 
 Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone; the noise is new.
 The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the noised sum x of
