@@ -25,6 +25,8 @@ _MOST_TEXT = 2**20
 """Characters of a text whose words count."""
 _MOST_WORDS = 2**16
 """Words of a record of which a site counts in how many records they are."""
+_MOST_KNOWN = 2**20
+"""Words of a site that are counted; with twice as many the rarest are forgotten."""
 _PART = 2**16
 """Characters that are cut into words together; a word at the end of a part is cut there."""
 _AT_ONCE = 512
@@ -67,6 +69,8 @@ def _most_frequent(question: QuestionSection, records: Iterable[Record]) -> set[
     counts = Counter[bytes]()
     for record in records:
         counts.update(_words_of(record, question, None, set(), _MOST_WORDS))
+        if len(counts) > 2 * _MOST_KNOWN:
+            counts = Counter(dict(counts.most_common(_MOST_KNOWN)))
     return set(heapq.nsmallest(question.words, counts, key=lambda word: (-counts[word], word)))
 
 

@@ -39,9 +39,10 @@ def overlap(source: str, records: str, field: str) -> bool:
     theirs = {each.resolve() for each in (path, *(path.iterdir() if path.is_dir() else ()))}
     around = theirs.union(*(each.parents for each in theirs))
     here = list(places(Path(source), field))
-    return any(
-        place in around or not theirs.isdisjoint(place.parents) for place in here
-    ) or not _with_other_names(here).isdisjoint(_with_other_names([path, *path.rglob("*")]))
+    if any(place in around or not theirs.isdisjoint(place.parents) for place in here):
+        return True
+    linked = _with_other_names(here)
+    return bool(linked) and not linked.isdisjoint(_with_other_names([path, *path.rglob("*")]))
 
 
 def _with_other_names(files: Iterable[Path]) -> set[tuple[int, int]]:

@@ -168,17 +168,20 @@ def charged(site: Site, plan: Plan, run: str) -> tuple[Event, ...]:
 
 
 def charged_for(entries: Iterable[Entry], dataset: str, plan: Plan, run: str) -> tuple[Event, ...]:
-    """The events that a ledger was charged for a dataset, once for each round of a run.
+    """The events that a new ledger was charged for a dataset.
 
-    A charge to another dataset, run, purpose or round, at another delta, or again, is none of them: limits and reports
-    would not compose it with the others.
+    None, if any of its charges is for another run, purpose or round, or at another delta: limits and reports would not
+    compose it with the others.
     """
-    of_round = dict[int, tuple[Event, ...]]()
-    for charge in (entry.charge for entry in entries):
-        told = (charge.dataset, charge.run, charge.purpose, charge.delta)
-        if told == (dataset, run, TRAIN, plan.privacy.delta) and 0 < charge.round <= plan.run.rounds:
-            of_round.setdefault(charge.round, from_json(charge.event))
-    return tuple(event for events in of_round.values() for event in events)
+    charges, wanted = [entry.charge for entry in entries], (run, TRAIN, plan.privacy.delta)
+    if any(
+        (charge.run, charge.purpose, charge.delta) != wanted or not 0 < charge.round <= plan.run.rounds
+        for charge in charges
+    ):
+        return ()
+    return tuple(
+        event for charge in charges if charge.dataset == dataset for event in from_json(charge.event)
+    )
 
 
 def played(plan: Plan, terms: Terms, **sections: dict[str, Any]) -> Plan:

@@ -13,8 +13,7 @@ step, because the draws of the others would be other ones. Or, with the draws of
 
 An owner who may be at several sites (`question.sites_of_owner`) is at the first ones, at each with all of the records.
 With unit `site` the unit is all that the first site has: `_MANY` of these values or of its own records, or where a
-model is evaluated its first `_TRIED` records. If only one row of them is held out, rows that count as units are not
-seen.
+model is evaluated its first `_TRIED` records, repeated until two rows are held out.
 
 Then a fair coin decides for each answer whether the unit that has moved the sum most is there, alone; the noise is new.
 The adversary knows the vectors of all sites but the fewest that the claim counts on. A score is the noised sum x of
@@ -95,6 +94,8 @@ _MANY = 64
 """Records of an owner that is planted."""
 _TRIED = 1000
 """Records, or names of an owner, that are tried until one is held out."""
+_OFTEN = 64
+"""How often a site's records are repeated at most until two rows are held out."""
 _BEYOND = (-1e299, 1e299, "", " ".join(map(str, range(10_000))), None)
 """Values that are beyond the ends of a question, or none that it knows; a text of many words."""
 _MOST_SEEN = 2**22
@@ -289,7 +290,7 @@ class QuestionGame:
         """The records of each unit."""
         question, own = question_of(self.plan), self._records()[:_TRIED]
         if of_sequences(self.plan):
-            return [self._held_out(own)]
+            return [self._of_site(own) if self.terms.unit == "site" else self._held_out(own)]
         ends = (*question.values, *question.edges, *(question.range or ()))
         units: list[Sequence[Record]] = [own[: self._many]]
         if question.field:
@@ -305,18 +306,35 @@ class QuestionGame:
         Raises:
             CloisterError: none is found.
         """
-        path, whole = self.folder / "held-out.jsonl", self.terms.unit == "site"
-        for number in range(1 if whole else _TRIED):
+        path = self.folder / "held-out.jsonl"
+        for number in range(_TRIED):
             unit = self._of_owner(own if self._many > 1 else own[number:], f"the owner {number} of an audit")
-            write_records(path, unit := unit[: len(own) if whole else self._many])
-            found = self._prepared(path).held_out
-            units = min(len(found), 1) if found.starts is None else len(found.starts) - 1
+            write_records(path, unit := unit[: self._many])
+            starts = self._prepared(path).held_out.starts
+            units = 0 if starts is None else len(starts) - 1
             if units == 1 or (units and self._many > 1):  # an owner is one; more are a defect to be seen
                 return unit
         raise CloisterError(
             f"records of {self.site.name}",
             expected=f"one {self.terms.unit} that is held out, of the first {_TRIED:,}",
             fix="audit a question to sites with more records",
+        )
+
+    def _of_site(self, own: list[Record]) -> list[Record]:
+        """The site's own records, so often that rows which count as units would be seen: two or more are held out.
+
+        Raises:
+            CloisterError: fewer are.
+        """
+        path = self.folder / "held-out.jsonl"
+        for times in range(1, _OFTEN + 1):
+            write_records(path, own * times)
+            if len(self._prepared(path).held_out) > 1:
+                return own * times
+        raise CloisterError(
+            f"records of {self.site.name}",
+            expected=f"two rows that are held out, with each record {_OFTEN} times",
+            fix="audit a question to sites with more records, or set data.deduplicate = false",
         )
 
     def _of_owner(self, records: Sequence[Record], name: str) -> list[Record]:

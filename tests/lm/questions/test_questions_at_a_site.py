@@ -18,6 +18,7 @@ from cloister.lm.data.prepare import Preparation, UnitRule, prepare, unit_rule
 from cloister.lm.model import writes
 from cloister.lm.model.model import LanguageModel, load_model, outline, save_pretrained
 from cloister.lm.questions import evaluate as evaluate_module
+from cloister.lm.questions import vocabulary as vocabulary_module
 from cloister.lm.questions.public import public_totals
 from cloister.lm.questions.question import Held
 from cloister.lm.questions.registry import asked_by
@@ -285,6 +286,14 @@ def test_a_row_on_which_the_model_fails_leaves_the_others_of_its_site(
     assert not np.array_equal(rest, whole)
 
 
+def test_a_site_counts_only_so_many_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.lm.questions.vocabulary._MOST_KNOWN", 4)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    texts = [f"fever pain {first}{second}" for first in letters for second in letters]
+    (unit,) = question_words(texts)
+    assert unit == {b"fever", b" pain"}
+
+
 def test_a_unit_on_which_the_model_fails_counts_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise IndexError("index out of range")
@@ -345,6 +354,15 @@ def test_a_model_that_lacks_the_head_is_refused(
     plan = Plan.parse(CLASSIFY.format('figures = ["accuracy"]', CLASSES, "", "record"), changes)
     with raises(ModelError, field):
         load(plan)
+
+
+def question_words(texts: list[str]) -> list[set[bytes]]:
+    """The words of a site that count, two at most."""
+    plan = Plan.parse(
+        '[question]\nkind = "vocabulary"\nfield = "text"\nwords = 2\n[privacy]\nunit = "site"\n'
+        "noise_multiplier = 5.0\n"
+    )
+    return list(vocabulary_module._units(plan, held([{"text": text} for text in texts])))
 
 
 ENTITIES = 'task = "token-classify"\nclasses = ["drug", "name"]\n'

@@ -224,6 +224,7 @@ CHARGES = [
         Mutant("server.sum.spending:Spending._charge", "for site in sites", "for site in list(sites)[1:]"),
         AT_COORDINATOR,
     ),
+    (Mutant(PAY, CHARGED, CHARGED.replace("events", "(*events, *events)")), AT_SITE),
     (Mutant(OWN, "dataset=self._config.data_name", "dataset=run"), AT_SITE),
     (Mutant(OWN, "run=run,", 'run=f"other-{run}",'), AT_SITE),
     (Mutant(OWN, "release_id(run, purpose,", 'release_id(run, "evaluate",'), AT_SITE),
@@ -296,6 +297,20 @@ def test_other_kinds_and_units_are_audited(
     code, result, _ = ran(capsys, run, "--canaries", "4" if asks == WORDS else "30")
     assert (code, result["alarm"]) == (3, True)
     assert found in result["row"]["problem"]
+
+
+@pytest.mark.slow
+def test_rows_that_count_as_units_are_seen_where_a_site_holds_out_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records are repeated."""
+    plan = question(tmp_path, EVALUATE, "site")
+    plan.write_text(plan.read_text().replace("held_out = 0.3", "held_out = 0.02"))
+    run = folder_of(plan)
+    EACH_ROW.plant(monkeypatch)
+    code, result, _ = ran(capsys, run, *FEW)
+    assert (code, result["alarm"]) == (3, True)
+    assert CHANGE in result["row"]["problem"]
 
 
 @pytest.mark.slow
