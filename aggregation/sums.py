@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cloister.aggregation.features import evaluation
+from cloister.aggregation import evaluation
 from cloister.aggregation.features.feature import Basis
 from cloister.aggregation.features.registry import layout_of
 from cloister.aggregation.secure.secure_sum import Contract
@@ -85,7 +85,7 @@ class Sums(Basis):
 
     @cached_property
     def evaluation(self) -> SumLayout:
-        """The layout of an evaluation's sum, of all of a model (`features/evaluation.py`)."""
+        """The layout of an evaluation's sum, of all of a model (`evaluation.py`)."""
         return evaluation.layout(self)
 
     def layout(self, purpose: Purpose) -> SumLayout:
@@ -115,7 +115,7 @@ class Sums(Basis):
             group: The group that is summed.
         """
         plan, layout = self.plan, self.layout(purpose)
-        ring = layout.ring
+        ring, bounded = layout.ring, math.isfinite(layout.norm_bound)
         meaning = pack(
             purpose,
             layout.size,
@@ -126,6 +126,7 @@ class Sums(Basis):
             float(ring.bound).hex(),
             self.model,
             *(("rotated blocks", layout.values, layout.blocks.seed) if layout.blocks is not None else ()),
+            *(("norm bound", layout.norm_bound.hex()) if bounded else ()),
         )
         return Contract(
             run=f"{run}/{purpose}",
@@ -137,4 +138,5 @@ class Sums(Basis):
             length=layout.length,
             layout=hashlib.sha256(meaning).digest(),
             group=group,
+            sketches=bounded,
         )

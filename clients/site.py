@@ -18,12 +18,13 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from transformers import PreTrainedTokenizerBase
 
-from cloister.aggregation.features import evaluation
-from cloister.aggregation.features.evaluation import CORRECT
+from cloister.aggregation import evaluation
+from cloister.aggregation.evaluation import CORRECT
 from cloister.aggregation.features.feature import Me, Secrets
 from cloister.aggregation.features.in_clear import LOSS, TOKENS, count_of_loss
 from cloister.aggregation.features.registry import Orders
 from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector import sketch
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.span import Piece, manifest_digest, manifest_of
 from cloister.clients.consent.admission import Admission
@@ -226,7 +227,7 @@ class Site:
                 demands.check_policy(loaded.plan, about.run, loaded.sums.terms)
                 demands.check_round(loaded.plan, about.purpose, told.round)
             attempts = self._attempts(loaded, about)
-        answer = attempts.agree(told, about.round)
+        answer = attempts.agree(told, about.round, partial(self._sketch, about))
         if isinstance(told, Unmask):  # which ends the attempt
             opened.pop(self._folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
@@ -346,7 +347,29 @@ class Site:
         contract = sums.contract(purpose, sum_id.run, roster, group)
         folder = self._attempts_folder(purpose, sum_id.run)
         member = demands.member(sums.quorum(purpose, group))
-        return Attempts(folder, contract, member, partial(self._history, loaded, sum_id))
+        history, most = partial(self._history, loaded, sum_id), loaded.plan.cohort.attempts
+        return Attempts(folder, contract, member, history, most)
+
+    def _sketch(self, about: SumId, seed: bytes) -> bytes:
+        """The sketch of the vector that the site has made for a sum, before its masks.
+
+        Raises:
+            StaleError: the vector is lost.
+        """
+        sums = self._open(about).sums.of_round(about.purpose, about.round)
+        layout = sums.layout(about.purpose)
+        shape = layout.length, layout.ring.dtype
+        made = self._kept.made(about, {}, *shape)
+        if made is None:
+            lost = "the one that this site has masked, which is lost"
+            raise StaleError(f"update of round {about.round}", expected=lost)
+        told, cohort = (
+            self._kept.told(about, *shape),
+            partial(self._demands(about.run).cohort, sums.plan, about),
+        )
+        lengths = layout.lengths(Orders.read(sums, told, Me(self.name, cohort)).blocks)
+        assert lengths is not None, "a contract with sketches has a bound"
+        return sketch.to_bytes(lengths.sketch(made.pieces, seed))
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""
@@ -465,7 +488,7 @@ class Site:
             return self._carried(loaded, told.sum.run).make(told, history, update, durable=durable)
 
         durable = loaded.sums.terms is not None or plan.aggregation.secure
-        return self._kept.keep(told.sum, write, facts, durable=durable)
+        return self._kept.keep(told.sum, write, facts, told.features, durable=durable)
 
     def _update(
         self,

@@ -196,6 +196,10 @@ class ReconstructionError(SecureSumError):
     """A reconstructed secret is not the one that its site committed to or advertised."""
 
 
+class LengthError(SecureSumError):
+    """A site's vector is longer than any that an honest site sends, or sketches do not add up to that of the sum."""
+
+
 class PinnedError(SecureSumError):
     """A message belongs to a plan or run that is not the one the site has accepted."""
 

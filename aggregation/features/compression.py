@@ -394,6 +394,9 @@ class _AtSite(AtSite):
         aggregation = self.plan.aggregation
         return Compressed(layout, secrets.rounding, aggregation, factor, bounds=self.bounds, residuals=left)
 
+    def blocks(self) -> Floats:
+        return self.bounds
+
 
 class _AtCoordinator(AtCoordinator):
     def __init__(self, basis: Basis, given: Given) -> None:

@@ -212,6 +212,14 @@ class AtSite:
         """
         return None
 
+    def around(self, code: Code) -> Code:
+        """The code that another feature has made, and what this one does before it."""
+        return code
+
+    def blocks(self) -> Floats | None:
+        """The bounds of the blocks in which the update is coded; None: as without this feature."""
+        return None
+
     def timed(self) -> bool:
         """Whether the site tells how many seconds it has trained."""
         return False
@@ -411,3 +419,5 @@ class Feature:
     """The figures of a round that it adds."""
     layout: Callable[[Basis], SumLayout] | None = None
     """Makes the layout of a round's sum; None: as without it."""
+    within: Callable[[Basis, SumLayout], SumLayout] | None = None
+    """Changes the layout that another feature has made; None: it does not."""

@@ -17,6 +17,7 @@ from cloister.aggregation.features import (
     gate,
     groups,
     in_clear,
+    norm_bound,
     question,
     server_optimizer,
     site_unit,
@@ -50,6 +51,7 @@ FEATURES: tuple[Feature, ...] = (
     site_unit.FEATURE,
     question.FEATURE,
     compression.FEATURE,
+    norm_bound.FEATURE,
     balance.FEATURE,
     groups.FEATURE,
     asynchronous.FEATURE,
@@ -74,7 +76,11 @@ def layout_of(basis: Basis) -> SumLayout:
         PlanError: a feature of the plan has no layout for so many parameters.
     """
     make = [feature.layout for feature in features_of(basis) if feature.layout is not None][-1]
-    return make(basis)
+    layout = make(basis)
+    for feature in features_of(basis):
+        if feature.within is not None:
+            layout = feature.within(basis, layout)
+    return layout
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,14 @@ class Orders:
         for half in self.halves:
             found = half.code(layout, secrets, self.factor) or found
         assert found is not None, "one feature codes"
+        for half in self.halves:
+            found = half.around(found)
         return found
+
+    @property
+    def blocks(self) -> Floats | None:
+        """The bounds of the blocks in which the update is coded; None: it has none."""
+        return _first((half.blocks() for half in self.halves), None)
 
 
 class Coordinated:

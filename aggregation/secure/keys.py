@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cloister.protocol.encoding import Value, pack
 from cloister.protocol.errors import OneTimeKeyError, ShareError, SignatureError
 
-PROTOCOL = "cloister/secure-sum/4"
+PROTOCOL = "cloister/secure-sum/5"
 """First part of every input that is signed or from which a key is derived; it changes with the protocol."""
 KEY = 32
 """Bytes of an X25519 key, of a seed, and of a share-encryption key."""

@@ -7,6 +7,7 @@ import functools
 import hmac
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,13 +21,17 @@ from cloister.aggregation.secure.secure_sum import (
     ring_dtype,
     share_hash,
     sharers_digest,
+    sketch_seed,
     survivors_digest,
     transcript,
 )
+from cloister.aggregation.secure.sketches import Sketches
 from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.sketch import Lengths
 from cloister.aggregation.vector.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import (
     AgreementError,
+    LengthError,
     MaskError,
     MemberError,
     ReconstructionError,
@@ -54,6 +59,18 @@ _PROBE = keys.Exchange(bytes(keys.KEY))
 """The key of no party, with which a public key is tried."""
 
 
+@dataclass
+class Found:
+    """What an attempt has found out about sites."""
+
+    liars: dict[str, str] = field(default_factory=dict)
+    """Sites that lied, each with what it did; its own signed messages prove it."""
+    unopened: tuple[str, ...] = ()
+    """Sites whose shares too few others could open, so that the attempt ended; those others may have lied."""
+    behind: tuple[str, ...] = ()
+    """Sites that have advertised another history than most, and are dropouts of the attempt for that."""
+
+
 class SecureCoordinator:
     """The coordinator's side of one attempt.
 
@@ -68,6 +85,7 @@ class SecureCoordinator:
         instructions: Digest of what the sites are told (`digest.instructions_digest`).
         needed: Fewest sites in the sum, where more are needed than the protocol needs.
         fresh: Whether the instructions let no site use what it carries; otherwise all sites of U1 have one history.
+        lengths: Where the contract has sketches: what of a vector is sketched.
 
     Raises:
         ParameterError: the cohort cannot tolerate the dropouts and colluders of the contract.
@@ -82,14 +100,12 @@ class SecureCoordinator:
         *,
         needed: int = 0,
         fresh: bool = False,
+        lengths: Lengths | None = None,
     ) -> None:
+        assert (lengths is not None) == contract.sketches, "lengths are given where vectors are sketched"
         self.attempt = Attempt(contract, Begin(round_, attempt, instructions))
-        self.liars: dict[str, str] = {}
-        """Sites that lied, each with what it did; its own signed messages prove it."""
-        self.unopened: tuple[str, ...] = ()
-        """Sites whose shares too few others could open, so that the attempt ended; those others may have lied."""
-        self.behind: tuple[str, ...] = ()
-        """Sites that have advertised another history than most, and are dropouts of the attempt for that."""
+        self.found = Found()
+        self.sketches = None if lengths is None else Sketches(lengths)
         self._fresh = fresh
         self._least = max(needed, self.attempt.parameters.quorum)
         self._step: Step | None = Step.ADVERTISE
@@ -130,7 +146,7 @@ class SecureCoordinator:
             histories = Counter(message.history for message in self._advertised.values())
             kept = max(histories, key=lambda history: (histories[history], history), default=b"")
             others = {site for site, message in self._advertised.items() if message.history != kept}
-            self.behind = tuple(sorted(others))
+            self.found.behind = tuple(sorted(others))
             self._advertised = {s: message for s, message in self._advertised.items() if s not in others}
         self._close(Step.ADVERTISE, self._advertised)
         return Peers(self.attempt.context, self._keys)
@@ -255,18 +271,29 @@ class SecureCoordinator:
         accused = {site for _, site in self.complaints}
         threshold = self.attempt.parameters.threshold
         # A site that others complain of may not reveal the share that it holds of itself.
-        self.unopened = tuple(
+        self.found.unopened = tuple(
             site
             for site in self._needed()
             if len(self._openers(site)) - (site in accused and site in self._openers(site)) < threshold
         )
-        if self.unopened:
+        if self.found.unopened:
             raise ReconstructionError(
-                f"shares of {', '.join(self.unopened)}",
+                f"shares of {', '.join(self.found.unopened)}",
                 expected=f"{threshold} survivors that can open them",
                 fix="try the round again",
             )
-        return Survivors(self.attempt.context, self._survivors)
+        return Survivors(self.attempt.context, self._survivors, self._digests)
+
+    @property
+    def _digests(self) -> tuple[bytes, ...]:
+        """Of the masked vectors of the survivors, where they are sketched."""
+        if self.sketches is None:
+            return ()
+        return tuple(self._statements[site].digest for site in self._survivors)
+
+    @property
+    def _agreed_survivors(self) -> bytes:
+        return survivors_digest(self._agreed, self._survivors, self._digests)
 
     @property
     def complaints(self) -> frozenset[tuple[str, str]]:
@@ -285,19 +312,36 @@ class SecureCoordinator:
     # 5. Consistency.
 
     def confirmed(self, message: Confirm) -> None:
-        """Step 5: take one site's signature under the survivors.
+        """Step 5: take one site's signature under the survivors, and its sketch.
 
         Raises:
             StaleError, SignatureError, MemberError, StepError, AgreementError: the message is not valid.
+            LengthError: the site's vector is too long, or its sketch is no sketch.
         """
         self._check(message, Step.CONFIRM, self._statements, self._confirmed)
-        if message.survivors != survivors_digest(self._agreed, self._survivors):
+        if message.survivors != self._agreed_survivors:
             raise AgreementError(f"survivors of {message.site}", expected="the list that was sent")
+        if self.sketches is not None:
+            self._check_sketch(message, self.sketches)
         self._confirmed[message.site] = message
 
+    def _check_sketch(self, message: Confirm, sketches: Sketches) -> None:
+        sketched = message.sketched
+        if sketched is None or (sketched.site, sketched.survivors) != (message.site, message.survivors):
+            raise LengthError(f"sketch of {message.site}", expected="that of its vector in this attempt")
+        self._check_signature(sketched)
+        sketches.take(message.site, sketched.sketch)
+
     def request(self) -> dict[str, Unmask]:
-        """Step 5, end: the message to each site of U3; sites that are sent the same share one object."""
+        """Step 5, end: the message to each site of U3; sites that are sent the same share one object.
+
+        Raises:
+            TooFewSitesError: too few sites agree.
+            LengthError: the vector of a site is too long. Nothing was revealed, so a later attempt may be without it.
+        """
         agreement = self.attempt.parameters.agreement
+        if self.sketches is not None:
+            self.sketches.check_all()
         self._close(Step.CONFIRM, self._confirmed, least=agreement)
         dropouts = tuple(site for site in sorted(self._shared) if site not in self._statements)
         confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time
@@ -348,7 +392,7 @@ class SecureCoordinator:
         hashes = self._shared[sender].hashes
         _, *expected = hashes[bisect.bisect_left(hashes, holder, key=lambda entry: entry[0])]
         if share_hash(self.attempt.context, share, sender=sender, holder=holder) != expected[which]:
-            self.liars[holder] = f"it revealed another share of {sender} than the one that it was sent"
+            self.found.liars[holder] = f"it revealed another share of {sender} than the one that it was sent"
             raise ShareError(f"share of {sender} from {holder}", expected=f"the one that {sender} has signed")
 
     @property
@@ -384,6 +428,7 @@ class SecureCoordinator:
             ReconstructionError: the shares that a site has signed do not match its commitment or key; the error names
                 the site, and so does `liars`.
             StepError: the sum was taken before, or this is not the current step.
+            UpdateError: it is not what was sketched; a site lied in its vector or its sketch.
         """
         if self._step is not Step.UNMASK or self._accumulator is None:
             raise StepError("sum", expected="it once, after the shares were requested")
@@ -409,7 +454,9 @@ class SecureCoordinator:
         }
         wrong = [site for site, secret in secrets.items() if secret is None]
         if wrong:
-            self.liars |= dict.fromkeys(wrong, "it shared another secret than the one that it committed to")
+            self.found.liars |= dict.fromkeys(
+                wrong, "it shared another secret than the one that it committed to"
+            )
             raise ReconstructionError(
                 f"secrets of {', '.join(wrong)}",
                 expected="shares that match the commitment or the key of the site that signed them",
@@ -435,6 +482,10 @@ class SecureCoordinator:
                     (subtract if other < site else add).append(seed)
         self._step = None
         masks.apply(self._accumulator, add, subtract, threads=threads)
+        if self.sketches is not None:
+            self.sketches.check_sum(
+                self._accumulator, sketch_seed(self._agreed_survivors), len(self._survivors)
+            )
         return self._accumulator
 
     def _reconstruct(

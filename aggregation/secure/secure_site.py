@@ -23,6 +23,7 @@ from cloister.aggregation.secure.secure_sum import (
     ring_dtype,
     share_hash,
     sharers_digest,
+    sketch_seed,
     survivors_digest,
     transcript,
 )
@@ -50,6 +51,7 @@ from cloister.protocol.messages.messages import (
     Reveal,
     Shares,
     Signed,
+    Sketched,
     Step,
     Survivors,
     Told,
@@ -476,10 +478,62 @@ class SecureSite:
         self._check_size("survivors", len(listed), self._least())  # 5b
         self._check_earlier(listed)  # 5c
         self._check_one_list(listed)  # 5d
-        ctx = self.attempt.context
-        reply = self._sign(Confirm(ctx, self.name, survivors_digest(self._received.agreed, listed)))
+        self._check_digests(survivors)  # 5e
+        ctx, agreed = self.attempt.context, self._received.agreed
+        reply = self._sign(Confirm(ctx, self.name, survivors_digest(agreed, listed, survivors.digests)))
         self._done.setdefault(Step.CONFIRM, (survivors, reply))
         return reply
+
+    @property
+    def seed(self) -> bytes:
+        """Step 5, where vectors are sketched: the seed of the sketch.
+
+        Raises:
+            StepError: this site has not signed the survivors, or vectors are not sketched.
+        """
+        if not self.contract.sketches:
+            raise StepError("sketch", expected="none in this sum")
+        return sketch_seed(self._confirmed().survivors)
+
+    def sketched(self, sketch: bytes) -> Confirm:
+        """Step 5, end, where vectors are sketched: the reply with the sketch, which the coordinator alone gets.
+
+        Args:
+            sketch: Of the vector that this site has masked, before its masks, under `seed`.
+
+        Raises:
+            StepError: as for `seed`.
+        """
+        if not self.contract.sketches:
+            raise StepError("sketch", expected="none in this sum")
+        confirm = self._confirmed()
+        signed = self._sign(Sketched(confirm.context, self.name, confirm.survivors, sketch))
+        return dataclasses.replace(confirm, sketched=signed)
+
+    def _confirmed(self) -> Confirm:
+        if Step.CONFIRM not in self._done:
+            raise StepError("sketch", expected="this site's signature under the survivors first")
+        return self._done[Step.CONFIRM][1]  # type: ignore[no-any-return]  # the reply of that step
+
+    def _check_digests(self, survivors: Survivors) -> None:
+        """5e: the seed of a sketch depends on the digests of all vectors, this site's own among them, and is one in an
+        attempt: two sketches would show twice as much."""
+        digests = survivors.digests
+        if not self.contract.sketches:
+            if digests:
+                raise MemberError("digests of vectors", len(digests), expected="none in this sum")
+            return
+        listed = survivors.survivors
+        if len(digests) != len(listed):
+            raise MemberError(
+                "digests of vectors", len(digests), expected=f"{len(listed)}, one of each survivor"
+            )
+        assert self._masked is not None, "a vector was signed before the survivors were shown"
+        if digests[listed.index(self.name)] != self._masked.digest:
+            raise AgreementError("digest of this site's vector", expected="the one that it signed")
+        shown, _ = self._done.get(Step.CONFIRM, (None, None))
+        if isinstance(shown, Survivors) and shown.digests != digests:
+            raise AgreementError("digests of vectors", expected="those that this site signed in this attempt")
 
     def _check_earlier(self, survivors: tuple[str, ...]) -> None:
         earlier = self._past.answered
@@ -541,7 +595,9 @@ class SecureSite:
 
     def _check_agreement(self, request: Unmask) -> None:
         ctx = self.attempt.context
-        digest = survivors_digest(self._received.agreed, request.survivors)
+        shown, _ = self._done[Step.CONFIRM]
+        assert isinstance(shown, Survivors), "the message of that step"
+        digest = survivors_digest(self._received.agreed, request.survivors, shown.digests)
         signers = tuple(site for site, _ in request.signatures)
         check_names("signatures", signers)
         self._check_within("signatures", signers, request.survivors)

@@ -19,12 +19,15 @@ parties must agree on about this attempt (`Attempt.context`). The steps are thos
    in U2 of +-PRG(s_ij) mod 2^b, s_ij from X25519 of the two mask keys, + for the site whose name sorts first. It signs
    with y the keys of U1 and the list U2, and names the sites whose share it cannot open. U3 are the sites whose upload
    is complete.
-5. Consistency. A site checks U3 (5a-5d) and signs it, with U1 and U2, once.
+5. Consistency. A site checks U3 (5a-5d) and signs it, with U1 and U2, once. Where the contract has sketches, it also
+   checks the digests of all masked vectors (5e), signs them too, and sends the coordinator a sketch of its vector under
+   the seed that follows from them; the coordinator ends the attempt if one is too long, before any share is revealed.
 6. Unmask. Shown enough signatures under the one list that it signed itself, and for each survivor whose share it holds
    a statement that the survivor masked with the same U1 and U2 (6a-6e), a site writes a durable mark that it has
    answered, and only then reveals the share of b of each survivor, or that of s of each dropout: never both.
 7. Sum. The coordinator reconstructs the secrets, checks b against its commitment and s against the advertised key, and
-   removes the masks from its accumulator. With fewer than t shares the attempt ends, and nothing was revealed.
+   removes the masks from its accumulator. With fewer than t shares the attempt ends, and nothing was revealed. Sketches
+   must add up to that of the sum.
 
 This file has what both sides share; `secure_site.py` and `secure_coordinator.py` are one side each. None of them does
 I/O or reads a clock; randomness and the durable mark are passed in. `SecureSite` and `SecureCoordinator` are one
@@ -64,6 +67,7 @@ from cloister.protocol.messages.messages import (
     Reveal,
     Shares,
     Signed,
+    Sketched,
     Survivors,
     Unmask,
 )
@@ -95,6 +99,8 @@ class Contract:
     group: int = 0
     """The group of each round's cohort that is summed. A site derives its own from the draw, so that no coordinator can
     have it in two sums of a round."""
+    sketches: bool = False
+    """Whether each site sends a sketch of its vector in step 5."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ _graph = lru_cache(maxsize=8)(Graph)
 
 
 def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameters: Parameters) -> bytes:
-    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring and layout."""
+    """ctx: SHA-256 of the run, round, attempt, roster, plan, instructions, cohort, n, k, t, ring, layout and whether
+    vectors are sketched."""
     return hashlib.sha256(
         pack(
             keys.PROTOCOL,
@@ -150,6 +157,7 @@ def context(contract: Contract, begin: Begin, cohort: tuple[str, ...], parameter
             contract.ring_bits,
             contract.length,
             contract.layout,
+            int(contract.sketches),
         )
     ).digest()
 
@@ -167,9 +175,16 @@ def sharers_digest(ctx: bytes, transcript_: bytes, sharers: tuple[str, ...]) -> 
 
 
 @lru_cache(maxsize=8)
-def survivors_digest(sharers: bytes, survivors: tuple[str, ...]) -> bytes:
-    """H(`sharers_digest` || U3), which the survivors sign."""
-    return hashlib.sha256(pack("survivors", sharers, survivors)).digest()
+def survivors_digest(sharers: bytes, survivors: tuple[str, ...], digests: tuple[bytes, ...] = ()) -> bytes:
+    """H(`sharers_digest` || U3 || the digests of their masked vectors), which the survivors sign; without sketches the
+    digests are none."""
+    return hashlib.sha256(pack("survivors", sharers, survivors, digests)).digest()
+
+
+def sketch_seed(survivors: bytes) -> bytes:
+    """The public seed of the sketches of an attempt, from `survivors_digest`: nobody knows it before all vectors are
+    fixed, because the digest of each one depends on a mask that its site has drawn."""
+    return hashlib.sha256(pack("sketch", survivors)).digest()
 
 
 def commitment(ctx: bytes, seed: bytes) -> bytes:
@@ -229,12 +244,13 @@ def check_signature(roster: Roster, message: Signed, ctx: bytes, *, remember: bo
     )
 
 
-def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:
+def traffic(parameters: Parameters, name_length: int, sketch: int = 0) -> tuple[int, int]:
     """Bytes that one site sends and receives in an attempt besides its vector and the model, if no site drops out.
 
     Args:
         parameters: Of the cohort.
         name_length: Characters of a site's name.
+        sketch: Bytes of a sketch, where vectors are sketched.
     """
     n, k, holders = parameters.n, parameters.k, parameters.n if parameters.complete else parameters.k
     name, key, signature = "x" * name_length, bytes(32), bytes(64)
@@ -244,14 +260,16 @@ def traffic(parameters: Parameters, name_length: int) -> tuple[int, int]:
         own,
         Shares(key, name, key, sealed, ((name, key, key),) * holders, signature),
         Masked(key, name, key, key, (), signature),
-        Confirm(key, name, key, signature),
+        Confirm(
+            key, name, key, signature, Sketched(key, name, key, bytes(sketch), signature) if sketch else None
+        ),
         Reveal(key, name, ((name, bytes(33)),) * holders, (), signature),
     )
     received = (
         Begin(1, 1, key),
         Peers(key, (own,) * n),
         Inbox(key, names, sealed, ((name, key, key),) * k),
-        Survivors(key, names),
+        Survivors(key, names, (key,) * n if sketch else ()),
         Unmask(
             key,
             names,

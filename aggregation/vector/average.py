@@ -41,6 +41,7 @@ import numpy.typing as npt
 from cloister.aggregation.vector.compression import BlockCode
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import Floats
+from cloister.aggregation.vector.sketch import Lengths
 from cloister.aggregation.vector.span import Piece, add_pieces, check_pieces
 from cloister.protocol.errors import UpdateError
 from cloister.protocol.messages.blocks import BLOCK, Span, cut
@@ -91,6 +92,7 @@ class SumLayout:
         most_extra: Most steps of such a value of one site, in either direction, without noise.
         blocks: The code of rotated blocks, without extra values; None: each value has the ring's own code.
         most_norm: Largest L2 norm of the update's integers, without noise; infinite: they have only a bound each.
+        norm_bound: Largest L2 norm of an update before it is coded; infinite: the plan has none.
     """
 
     ring: Ring
@@ -101,6 +103,7 @@ class SumLayout:
     most_extra: int = 0
     blocks: BlockCode | None = None
     most_norm: float = math.inf
+    norm_bound: float = math.inf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,6 +119,20 @@ class SumLayout:
     def length(self) -> int:
         """Ring elements in a vector of this layout: the update in [0, size), the tail in [size, length)."""
         return self.size + self.extra + len(self.counters) * self.ring.limbs
+
+    def lengths(self, bounds: Floats | None = None) -> Lengths | None:
+        """How long the integers of an honest update are; None: they have only a bound each.
+
+        Args:
+            bounds: With `blocks`, the bound of each block.
+        """
+        if math.isinf(self.norm_bound):
+            return None if math.isinf(self.most_norm) else Lengths(self.size, self.most_norm)
+        if self.blocks is None:  # rounding moves each by less than a step
+            longest = self.ring.scale * self.norm_bound + math.sqrt(self.size)
+            return Lengths(self.size, longest)
+        assert bounds is not None, "a compressed sum has a bound for each block"
+        return self.blocks.lengths(self.norm_bound, bounds)
 
     def encode(
         self,
@@ -184,7 +201,7 @@ class SumLayout:
                 raise UpdateError(f"total of {name}", total, expected=f"{expected} for {sites} updates")
         return dict(zip(self.names, totals, strict=True))
 
-    def check(self, pieces: Sequence[Piece]) -> dict[str, int]:
+    def check(self, pieces: Sequence[Piece], bounds: Floats | None = None) -> dict[str, int]:
         """Check one site's vector in clear, and return its counters.
 
         An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
@@ -193,6 +210,7 @@ class SumLayout:
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
+            bounds: As for `lengths`.
 
         Raises:
             UpdateError: the pieces have another type or do not tile it, or a counter, a value or the norm is out of
@@ -208,13 +226,9 @@ class SumLayout:
             most = min(levels, -(-levels * counters[WEIGHT] // self.heaviest) + 1)
         self._check_steps(pieces, "a value of the update", 0, self.size, most)
         self._check_steps(pieces, "a value beside the update", self.size, self.extra, self.most_extra)
-        if math.isfinite(self.most_norm):
-            blocks = (part.astype(np.float64) for part in self._signed(pieces, 0, self.size))
-            norm = math.sqrt(sum(float(part @ part) for part in blocks))
-            if norm > self.most_norm * _ROUNDED:
-                raise UpdateError(
-                    "norm of the update, in steps", norm, expected=f"at most {self.most_norm:.6g}"
-                )
+        lengths = self.lengths(bounds)
+        if lengths is not None and (norm := lengths.norm(pieces)) > lengths.longest * _ROUNDED:
+            raise UpdateError("norm of the update, in steps", norm, expected=f"at most {lengths.longest:.6g}")
         return counters
 
     def _check_steps(self, pieces: Sequence[Piece], what: str, begin: int, size: int, most: int) -> None:
@@ -285,10 +299,16 @@ class Opened:
 
 
 class PlainSum:
-    """The sum in clear: one accumulator, to which contributions are added in any order."""
+    """The sum in clear: one accumulator, to which contributions are added in any order.
 
-    def __init__(self, layout: SumLayout) -> None:
+    Args:
+        layout: Of a contribution.
+        bounds: As for `SumLayout.open`.
+    """
+
+    def __init__(self, layout: SumLayout, bounds: Floats | None = None) -> None:
         self._layout = layout
+        self._bounds = bounds
         self._total: RingVector | None = np.zeros(layout.length, dtype=layout.ring.dtype)
         self.terms = 0
 
@@ -299,7 +319,7 @@ class PlainSum:
             UpdateError: the pieces have another type or do not tile it, a counter or a value is out of range, or the
                 sum already has as many contributions as the ring holds; the sum is unchanged.
         """
-        self._layout.check(pieces)
+        self._layout.check(pieces, self._bounds)
         if self.terms >= self._layout.ring.terms:
             raise UpdateError(
                 "number of updates", self.terms + 1, expected=f"at most {self._layout.ring.terms}"
@@ -308,15 +328,11 @@ class PlainSum:
         add_pieces(self._total, pieces)
         self.terms += 1
 
-    def open(self, bounds: Floats | None = None) -> Opened:
-        """Decode the sum of what was added; once, because its memory becomes the mean's.
-
-        Args:
-            bounds: As for `SumLayout.open`.
-        """
+    def open(self) -> Opened:
+        """Decode the sum of what was added; once, because its memory becomes the mean's."""
         assert self._total is not None, "the sum was opened before"
         total, self._total = self._total, None
-        return self._layout.open(total, self.terms, bounds)
+        return self._layout.open(total, self.terms, self._bounds)
 
 
 class OfModel(NamedTuple):
@@ -376,7 +392,7 @@ class BufferedSum:
                 sum is unchanged.
         """
         assert not of.layout.extra, "a mechanism's extra values are not summed in a buffer"
-        known, total = self._sums.get(of.round) or (of, PlainSum(of.layout))
+        known, total = self._sums.get(of.round) or (of, PlainSum(of.layout, of.bounds))
         total.add(pieces)
         self._sums[of.round] = known, total
 
@@ -392,7 +408,7 @@ class BufferedSum:
         parts: list[tuple[float, Floats, tuple[Span, ...]]] = []
         for number in rounds:
             of, total = self._sums[number]
-            opened = total.open(of.bounds)
+            opened = total.open()
             counters.update(opened.counters)
             weight = opened.counters[WEIGHT] / math.sqrt(1 + self._number - number)
             parts.append((weight, opened.mean, of.spans))

@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from cloister.aggregation.features.feature import Basis
+from cloister.aggregation.features.norm_bound import bound_of, signal_share
+from cloister.aggregation.vector.sketch import REACH
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import relation, tells, thing, unit
@@ -39,6 +42,7 @@ from cloister.protocol.questions.within import question_within
 from cloister.simulations.planning import against_all, evaluations
 
 if TYPE_CHECKING:
+    from cloister.lm.model.model import Counts
     from cloister.server.federation.cost import Cost, SecureCost
 
 
@@ -135,7 +139,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from cloister.server.federation.cost import cost, secure_cost
 
     records, not_used = _records(plan)
-    estimate = cost(plan, *count_parameters(plan))
+    counts = count_parameters(plan)
+    estimate, bound = cost(plan, *counts), _bound(plan, counts)
     secure = secure_cost(plan)
     terms = terms_of(plan, estimate.trained_parameters)
     if arguments.json:
@@ -150,6 +155,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if plan.cohort.mode == "async":
             found["buffer"], found["staleness"] = plan.quorum(), plan.cohort.most_stale()
         found |= asdict(secure) if secure else {}
+        found |= bound
         if terms and _asked(plan, terms):
             found["expected_errors"] = expected_errors(plan, terms)
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
@@ -157,7 +163,7 @@ def _check(arguments: argparse.Namespace) -> int:
     console = PipedConsole()
     _print_plan(console, plan)
     counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
-    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate)]
+    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate), bound_rows(plan, bound)]
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
     _print_cost(console, plan, sections)
@@ -166,6 +172,24 @@ def _check(arguments: argparse.Namespace) -> int:
     if not_used:
         console.say(f"records of the sites: {not_used}", "bold yellow")
     return 0
+
+
+def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
+    """The bound on an update's norm, and what a lying site adds at most, in the longest signals of an honest one."""
+    if plan.aggregation.norm_bound is None:
+        return {}
+    basis = Basis(plan, counts.summed, most=counts.trained)
+    reach = REACH if plan.aggregation.secure else 1.0
+    return {"norm_bound": bound_of(basis), "liar_reach": reach / signal_share(basis)}
+
+
+def bound_rows(plan: Plan, bound: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The bound on the length of updates, if there is one."""
+    if bound:
+        yield "bound on an update's L2 norm", f"{bound['norm_bound']:.4g}"
+        times = f"{REACH:g} times that" if plan.aggregation.secure else "that"
+        signals = f"{bound['liar_reach']:.3g} longest signals of an honest one"
+        yield "a lying site adds at most", f"{times}: as much as {signals}"
 
 
 def _records(plan: Plan) -> tuple[dict[str, int], str]:
@@ -253,6 +277,10 @@ def warnings(plan: Plan) -> list[str]:
     found = []
     if plan.privacy.unit == "none":
         found.append("no privacy unit: the model may repeat its training data")
+    if plan.sketches:
+        found.append(
+            "aggregation.norm_bound: the coordinator sees 128 numbers of each site's own noised update"
+        )
     if not plan.aggregation.secure:
         found.append("the sum is in clear: the coordinator sees every site's update")
     elif plan.privacy.unit == "none" and plan.local.balance != "fixed":

@@ -35,7 +35,7 @@ from cloister.aggregation.secure.secure_sum import Answered, Contract
 from cloister.aggregation.vector.span import Piece, manifest_digest
 from cloister.clients.state.attempt_files import MASKED, AttemptFiles, Kept, State
 from cloister.clients.state.kept import Written
-from cloister.protocol.errors import StaleError, StepError
+from cloister.protocol.errors import AnsweredError, StaleError, StepError
 from cloister.protocol.messages.messages import (
     NOTHING_CARRIED,
     Advertise,
@@ -60,6 +60,10 @@ Mask: TypeAlias = Callable[[SecureSite, list[Piece]], Written]
 """Masks the pieces of a whole vector, each element once."""
 
 
+def _no_sketch(_seed: bytes) -> bytes:
+    raise AssertionError("a contract with sketches needs what makes them")
+
+
 class Attempts:
     """The attempts of a site at the sums of one contract; it has in memory what it last read or wrote.
 
@@ -68,6 +72,7 @@ class Attempts:
         contract: As the site derives it from the plan and its pinned roster.
         member: The site.
         history: That of what the site carries into the round now (`carried.py`).
+        most_sketches: Of one vector, where the contract has sketches.
         random: Source of secrets.
     """
 
@@ -77,18 +82,26 @@ class Attempts:
         contract: Contract,
         member: Member,
         history: Callable[[], bytes] = lambda: NOTHING_CARRIED,
+        most_sketches: int = 0,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._folder = folder
         self._contract = contract
         self._member = member
         self._history = history
+        self._most_sketches = most_sketches
         self._random = random
         self._known: State | None = None
         self._site: SecureSite | None = None  # the protocol's state, if it was built for what is known
 
-    def agree(self, told: Told, round_number: int) -> Answer:
+    def agree(self, told: Told, round_number: int, sketch: Callable[[bytes], bytes] = _no_sketch) -> Answer:
         """Handle a step of the attempt at a round's sum that carries no vector.
+
+        Args:
+            told: The step's message.
+            round_number: The round.
+            sketch: Where the contract has sketches: makes that of the vector that was masked, given its seed. It may
+                take long, and the lock on the folder is not held.
 
         Raises:
             SecureSumError: the site refuses.
@@ -112,12 +125,34 @@ class Attempts:
 
             site.answered = reveal
             answer = _handle(site, told)
+            if step is Step.CONFIRM and self._contract.sketches:
+                state = self._count_sketch(files, state, kept, round_number)
             if step is Step.UNMASK:
                 files.keep_revealed(files.state(self._known), to_bytes(told), to_bytes(answer))
                 self._remember(files.end(files.state(self._known)), None)
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
-            return answer
+        if step is Step.CONFIRM and self._contract.sketches:
+            return site.sketched(sketch(site.seed))
+        return answer
+
+    def _count_sketch(self, files: AttemptFiles, state: State, kept: Kept, round_number: int) -> State:
+        """Count the sketch of an attempt, once and before it is made.
+
+        Raises:
+            AnsweredError: the coordinator has had as many as it may.
+        """
+        if any(step == Step.CONFIRM for step, _ in kept.log):
+            return state
+        about, count = state.marks.sketched
+        if about == round_number and count >= self._most_sketches:
+            raise AnsweredError(
+                "sketches of one update",
+                count,
+                expected=f"at most {self._most_sketches} (cohort.attempts): each shows the coordinator more of it",
+                fix="continue with the next round",
+            )
+        return files.mark_sketched(state, round_number)
 
     def masked_in(self, round_number: int) -> bool:
         """Whether the site has masked a vector of a round, which may be in a sum that was opened."""

@@ -28,7 +28,7 @@ from cloister.protocol.errors import PinnedError, StaleError, StepError, Storage
 from cloister.protocol.machine.storage import on_disk, sync_folders, write_bytes, write_file, write_new
 from cloister.protocol.messages.blocks import all_finite
 from cloister.protocol.messages.digest import vector_hash
-from cloister.protocol.messages.messages import EVALUATE, TRAIN, Join, Purpose, SumId
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, ByFeature, Join, Purpose, SumId
 from cloister.protocol.plan.plan import Plan
 
 ROUNDING_KEY = "rounding.key"
@@ -228,7 +228,13 @@ class Kept:
         return hmac.digest(key, run.encode(), "sha256")
 
     def keep(
-        self, about: SumId, write: Callable[[Path], Written], facts: Mapping[str, str], *, durable: bool
+        self,
+        about: SumId,
+        write: Callable[[Path], Written],
+        facts: Mapping[str, str],
+        told: ByFeature = (),
+        *,
+        durable: bool,
     ) -> Written:
         """Keep what the site has made for a sum, and remove the same of other rounds of the run.
 
@@ -240,6 +246,7 @@ class Kept:
             write: Writes the vector that is summed, before its masks, into a new file that only its owner may read
                 (`write_pieces`).
             facts: The inputs that the vector depends on; `made` returns it for the same facts only.
+            told: What features told for it; `told` returns it.
             durable: Sync it before this returns.
 
         Returns:
@@ -255,8 +262,9 @@ class Kept:
         def fill(temporary: Path) -> None:
             done.append(written := write(temporary))
             entries = [[offset, size, digest.hex()] for offset, size, digest in written.manifest]
+            features = {name: each.hex() for name, each in told}
             sealed = json.dumps(
-                {"facts": dict(facts), "manifest": entries, "seconds": written.seconds}
+                {"facts": dict(facts), "manifest": entries, "seconds": written.seconds, "told": features}
             ).encode()
             with temporary.open("ab") as file:
                 file.write(sealed + _SEALED.pack(len(sealed)))
@@ -266,6 +274,12 @@ class Kept:
             if old != path:
                 old.unlink(missing_ok=True)
         return done[0]
+
+    def told(self, about: SumId, length: int, dtype: npt.DTypeLike) -> ByFeature:
+        """What features told for a sum that `made` has returned; the arguments are as there."""
+        path = _path(run_folder(self._state, about.run), about.purpose, about.round)
+        told = json.loads(_sealed(path, length * np.dtype(dtype).itemsize))["told"]
+        return tuple((name, bytes.fromhex(each)) for name, each in sorted(told.items()))
 
     def made(
         self, about: SumId, facts: Mapping[str, str], length: int, dtype: npt.DTypeLike

@@ -56,6 +56,9 @@ class Policy(Section):
     """Fewest sites in a sum that is opened; a large cohort may split into smaller sums."""
     secure_required: bool = True
     """Accept only sums under masks."""
+    sketches: bool = False
+    """Accept a plan in which the site sends a sketch of its own update (`aggregation.norm_bound` under masks): 128
+    numbers, which show the coordinator something of that update, whose privacy unit covers them."""
     roster_hash: Annotated[
         str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
     ] = ""
@@ -184,6 +187,8 @@ class Policy(Section):
             _refuse("least_cohort", what, cohort, f"at least {self.least_cohort}")
         if self.secure_required and plan.aggregation.secure is not True:
             _refuse("secure_required", "aggregation.secure", plan.aggregation.secure, "true")
+        if not self.sketches and plan.sketches:
+            _refuse("sketches", "aggregation.norm_bound", plan.aggregation.norm_bound, "no value")
         if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
             _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
         named = of_sequences(plan)  # a question about fields has neither

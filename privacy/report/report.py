@@ -89,6 +89,8 @@ class SecureSum(_Strict):
     """Whether a coordinator that chooses the dropouts may open sums of several parts of a cohort."""
     groups: Count = 1
     """Groups of a round, each with a sum of its own; the other figures are those of the smallest."""
+    sketches: bool = False
+    """Whether each site sends the coordinator a sketch of its own update."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Elements(NamedTuple):
 Name: TypeAlias = Annotated[str, Limit(64)]
 Names: TypeAlias = Annotated[tuple[Name, ...], Limit(LARGEST)]
 Digest: TypeAlias = Annotated[bytes, Limit(32, 32)]
+Digests: TypeAlias = Annotated[tuple[Digest, ...], Limit(LARGEST)]
 Key: TypeAlias = Annotated[bytes, Limit(32, 32)]
 Signature: TypeAlias = Annotated[bytes, Limit(64)]
 """Of Ed25519, 64 bytes; empty in a message that is not signed yet."""
@@ -80,6 +81,8 @@ NOTHING_CARRIED = bytes(32)
 """The history of a site that carries nothing from earlier rounds."""
 LONGEST_TOLD = 2**21
 """Bytes that a feature tells: the bounds of half a million blocks, or 8.5e9 parameters, of a compressed update."""
+LONGEST_SKETCH = 1024
+"""Bytes of a sketch."""
 _MOST_FEATURES = 16
 LONGEST_REASON = 1000
 """Characters of the reason in a refusal or a failure."""
@@ -314,6 +317,26 @@ class Survivors:
     context: Digest
     survivors: Names
     """U3, sorted."""
+    digests: Digests = ()
+    """Where vectors are sketched: the digest of the masked vector of each survivor, in their order; otherwise none."""
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """Site to coordinator alone, step 5, where vectors are sketched: how long its vector is."""
+
+    STEP: ClassVar = Step.CONFIRM
+    context: Digest
+    site: Name
+    survivors: Digest
+    """As in its `Confirm`; the seed of the sketch follows from it."""
+    sketch: Annotated[bytes, Limit(LONGEST_SKETCH)]
+    """Of the site's vector before its masks (`aggregation/vector/sketch.py`)."""
+    signature: Signature = b""
+
+    def body(self) -> Value:
+        """What is signed."""
+        return ("sketch", self.site, self.survivors, self.sketch)
 
 
 @dataclass(frozen=True)
@@ -324,8 +347,10 @@ class Confirm:
     context: Digest
     site: Name
     survivors: Digest
-    """Digest of U1's keys, U2 and U3 (`secure_sum.survivors_digest`)."""
+    """Digest of U1's keys, U2 and U3, and of the digests that came with it (`secure_sum.survivors_digest`)."""
     signature: Signature = b""
+    sketched: Sketched | None = None
+    """Where vectors are sketched: what no other site is sent."""
 
     def body(self) -> Value:
         """What is signed. It does not name the site: the same bytes are signed by all."""
@@ -370,7 +395,7 @@ class Reveal:
         return (self.site, self.self_shares, self.mask_shares)
 
 
-Signed: TypeAlias = Advertise | Shares | Masked | Confirm | Reveal
+Signed: TypeAlias = Advertise | Shares | Masked | Sketched | Confirm | Reveal
 """What a site signs with its identity key."""
 Told: TypeAlias = Begin | Peers | Survivors | Unmask
 """What a site is told in a step of the secure sum that carries no vector."""

@@ -46,6 +46,9 @@ NO_EVALUATION = "none"
 AT_SITES = "sites"
 """`server.evaluation` of a run whose sites evaluate on their own held-out records."""
 
+AUTO: Literal["auto"] = "auto"
+"""`aggregation.norm_bound` that follows from the steps of a round."""
+
 MOST_CORRELATED = 10_000
 """Most rounds of a run with correlated noise."""
 
@@ -578,6 +581,12 @@ class AggregationSection(PlanSection):
     `privacy.clip`."""
     compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
+    norm_bound: Literal["auto"] | Clip | None = None
+    """Largest L2 norm of a site's update in one round. Each site scales its update down to it, and the sum checks it:
+    under masks by a sketch that each site sends the coordinator, 128 numbers that show something of that one update. So
+    under masks it needs the privacy unit `record` or `owner`, and each site's policy must accept it. Sites that lie in
+    their updates then add at most three times the bound each. `auto`: what the steps of a round can move the model.
+    None: no bound."""
     part: Annotated[Fraction, _UNCORRELATED] = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
     parameters keep their values. The parameters outside of the layers are one more block. A round sends, and adds noise
@@ -1073,6 +1082,11 @@ class Plan(PlanSection):
         """Whether a compressed update leaves a residual for the next: not where rounds train different parts, whose
         rotated blocks have other values."""
         return self.aggregation.compression is not None and not self.scheduled
+
+    @property
+    def sketches(self) -> bool:
+        """Whether each site sends the coordinator a sketch of its update."""
+        return self.aggregation.secure and self.aggregation.norm_bound is not None
 
     @property
     def drawn(self) -> bool:

@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from cloister.protocol.errors import ParameterError, PlanError
 from cloister.protocol.plan.plan import (
+    AUTO,
     MOST_CLASSES,
     MOST_CORRELATED,
     MOST_GROUPS,
@@ -187,7 +188,7 @@ def recorded(text: str | bytes) -> Contract:
 
 def refusals(plan: Contract) -> Iterator[Refusal]:
     """Why a plan is not sound; nothing if it is."""
-    vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_buffer
+    vector = _of_effect, _of_sum, _of_groups, _of_compression, _of_norm_bound, _of_buffer
     training = _of_question, _of_records, _of_guarantee, _of_training, _of_balance, _of_simulation, _of_poison
     for check in (*vector, *training):
         yield from check(plan)
@@ -335,7 +336,8 @@ def _of_groups(plan: Contract) -> Iterator[Refusal]:
 
 
 def _of_compression(plan: Contract) -> Iterator[Refusal]:
-    """Few bits where they would destroy the updates, save nothing, or break a guarantee."""
+    """Few bits where they would destroy the updates, save nothing, or break a guarantee; bounds that follow from
+    nothing."""
     aggregation = plan.aggregation
     compression, named = aggregation.compression, aggregation.few_bits
     if plan.privacy.unit == "site" and named:
@@ -348,13 +350,32 @@ def _of_compression(plan: Contract) -> Iterator[Refusal]:
             f"remove [{named}], and set aggregation.ring_bits = 32",
             "charge",
         )
-    if compression is not None and compression.first_scale is None and not plan.local.bounded:
+    first = compression is not None and compression.first_scale is None
+    by_steps = aggregation.norm_bound == AUTO and plan.privacy.unit == "none"
+    for field in ("compression.first_scale",) * first + ("norm_bound",) * by_steps:
+        if not plan.local.bounded:
+            yield Refusal(
+                f"aggregation.{field}",
+                f'a number with local.optimizer = "{plan.local.optimizer}" and local.clip_norm = 0: nothing else '
+                "bounds an update",
+                f"set local.clip_norm = 1.0, or aggregation.{field}",
+                "definition",
+            )
+
+
+def _of_norm_bound(plan: Contract) -> Iterator[Refusal]:
+    """A bound on updates whose check would show more of one site than its privacy unit covers, or is another's."""
+    bound, unit, secure = plan.aggregation.norm_bound, plan.privacy.unit, plan.aggregation.secure
+    if bound is not None and (unit == "site" or (unit == "none" and secure)):
         yield Refusal(
-            "aggregation.compression.first_scale",
-            f'a value with local.optimizer = "{plan.local.optimizer}" and local.clip_norm = 0: nothing else bounds '
-            "the updates of round 1",
-            "set local.clip_norm = 1.0, or aggregation.compression.first_scale",
-            "definition",
+            "aggregation.norm_bound",
+            'privacy.unit = "record" or "owner": a sketch shows the coordinator a part of one site\'s update, and with '
+            "other units that has not all of its noise; unit site is bounded by privacy.clip",
+            "remove aggregation.norm_bound"
+            if unit == "site"
+            else 'set privacy.unit = "record", or aggregation.secure = false if the coordinator may see every update',
+            "charge",
+            bound,
         )
 
 
@@ -376,6 +397,7 @@ _AS_EVER = (
     "aggregation.ring_bits",
     "aggregation.groups",
     "aggregation.part",
+    "aggregation.norm_bound",
     "cohort.fraction",
     "faults.poison",
     *(f"model.adapter.{name}" for name in AdapterSection.model_fields),

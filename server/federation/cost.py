@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cloister.aggregation.features.server_optimizer import OPTIMIZERS
 from cloister.aggregation.secure.secure_sum import traffic
 from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector.sketch import SKETCH_BYTES
 from cloister.protocol.plan.plan import Plan
 
 _FLOAT, _DOUBLE = 4, 8
@@ -105,7 +106,7 @@ def secure_cost(plan: Plan) -> SecureCost | None:
     if not plan.aggregation.secure:
         return None
     found = plan.threshold()
-    sent, received = traffic(found, _NAME)
+    sent, received = traffic(found, _NAME, SKETCH_BYTES * plan.sketches)
     return SecureCost(
         n=found.n,
         k=found.k,

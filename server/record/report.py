@@ -627,9 +627,8 @@ def _secure(plan: Plan) -> SecureSum | None:
         return None
     found, bits, groups = plan.threshold(), plan.aggregation.ring_bits, plan.aggregation.groups
     n, dropouts, honest = found.n, plan.spare(), plan.honest()
-    return SecureSum(
-        n, found.k, found.threshold, dropouts, found.colluders, bits, honest, plan.splits, groups
-    )
+    of_sum = plan.splits, groups, plan.sketches
+    return SecureSum(n, found.k, found.threshold, dropouts, found.colluders, bits, honest, *of_sum)
 
 
 def _dimension(files: RunFiles) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.aggregation.features import evaluation
-from cloister.aggregation.features.evaluation import CORRECT
+from cloister.aggregation import evaluation
+from cloister.aggregation.evaluation import CORRECT
 from cloister.aggregation.features.in_clear import LOSS, LOSS_SCALE, TOKENS
 from cloister.lm.data.prepare import prepare
 from cloister.lm.measures.figures import UNITS, noise_of

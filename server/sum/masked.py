@@ -60,6 +60,7 @@ class Masked(Plain):
             instructions_digest(self.told),
             needed=needed,
             fresh=self.told.fresh,
+            lengths=self.sum_layout.lengths(self.bounds) if contract.sketches else None,
         )
         if coordinator.attempt.parameters.n > self.sum_layout.ring.terms:
             raise ParameterError(
@@ -70,12 +71,14 @@ class Masked(Plain):
         try:
             return (yield from self._steps(coordinator))
         finally:
-            self.course.unopened = frozenset(coordinator.unopened)
-            self.course.apart = bool(coordinator.behind)
+            self.course.unopened = frozenset(coordinator.found.unopened)
+            self.course.apart = bool(coordinator.found.behind)
+            too_long = coordinator.sketches.too_long if coordinator.sketches is not None else {}
+            self.course.too_long = bool(too_long)
             new = self.complain(coordinator.complaints)
             most = coordinator.attempt.parameters.colluders
             self.leave_out(liars(party.complaints, party.present(coordinator.attempt.cohort), most))
-            self.leave_out(coordinator.liars)
+            self.leave_out(coordinator.found.liars | too_long)
             self.show(new)
 
     def _steps(self, coordinator: SecureCoordinator) -> Asks[Opened]:
@@ -86,7 +89,7 @@ class Masked(Plain):
         try:
             keys = coordinator.peers()
         finally:  # named also where too few others are left
-            for site in coordinator.behind:
+            for site in coordinator.found.behind:
                 self.drop(
                     site,
                     "what it carries has another history than at most sites; it takes part in the next round",
@@ -97,8 +100,9 @@ class Masked(Plain):
         survivors = yield from self.update(coordinator)
         # 5. Consistency.
         shown = dict.fromkeys(survivors.survivors, survivors)
+        self.course.sketched = coordinator.contract.sketches
         yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
-        self.course.behind = bool(coordinator.behind) or len(survivors.survivors) < len(keys.advertised)
+        self.course.behind = bool(coordinator.found.behind) or len(survivors.survivors) < len(keys.advertised)
         # 6. Unmask.
         requests = coordinator.request()
         self.note_survivors(steps.UNMASKING, survivors.survivors)

@@ -69,6 +69,10 @@ class Course:
     """Sites to blame for too few shares, after survivors were asked for them."""
     apart: bool = False
     """Whether sites were left out because they carry another history than most."""
+    sketched: bool = False
+    """Whether sites were asked for sketches of their vectors."""
+    too_long: bool = False
+    """Whether a site's vector was too long; it is asked for no other sum."""
     complained: bool = False
     """Whether the attempt has complaints that no earlier one had."""
     behind: bool = True
@@ -97,7 +101,7 @@ class Plain:
         Raises:
             SecureSumError: too few sites are left.
         """
-        total = PlainSum(self.sum_layout)
+        total = PlainSum(self.sum_layout, self.bounds)
         yield from self.collect(
             dict.fromkeys(self.attempt.sites),
             lambda contribution: total.add(pieces_of(contribution, self.sum_layout)),
@@ -105,7 +109,7 @@ class Plain:
         self.check_needed(needed)
         self.note_survivors(steps.OPENING, sorted(self.course.folded))
         self.pay()
-        return total.open(self.bounds)
+        return total.open()
 
     def note_survivors(self, step: str, survivors: Sequence[str]) -> None:
         """Journal the sites of the sum."""

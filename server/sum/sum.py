@@ -50,7 +50,7 @@ from cloister.server.sum.buffered import Buffered
 from cloister.server.sum.complaints import involved, suspects
 from cloister.server.sum.masked import Masked
 from cloister.server.sum.party import Party
-from cloister.server.sum.plain import Attempt, Plain
+from cloister.server.sum.plain import Attempt, Course, Plain
 from cloister.server.sum.wanted import Asking, Asks, Failed, Total, Wanted
 
 
@@ -121,8 +121,9 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     begun = _begun(journal, wanted)
     while True:
         unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
-        if failures >= last:
-            return Failed(failures, bool(unmasking) or apart, dropped=dropped, apart=apart and not unmasking)
+        if failures >= last or (begun is None and _sketched(party, wanted)):
+            bound = bool(unmasking) or _sketched(party, wanted)
+            return Failed(failures, bound or apart, dropped=dropped, apart=apart and not bound)
         if begun is None:
             able = [site for site in party.present(cohort) if site not in out | doubted]
             begun = _begin(party, wanted, told, unmasking, able)
@@ -145,16 +146,14 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             noted = course.noted
             turns += bool(doubted)
             before, doubted = doubted, _doubted(party, wanted, cohort, out, turns)
-            if course.unopened and (course.complained or (doubted and not before)):
-                # It tells of a pair with a liar that was not known: this ends before liars are out of pairs. Or it is
-                # the first of the round: the next one leaves out a site of each known pair, perhaps another one.
+            if course.too_long or (course.unopened and (course.complained or (doubted and not before))):
+                # It tells of a liar, or of a pair with one, that was not known: this ends before there are no more. Or
+                # it is the first of the round: the next one leaves out a site of each known pair, perhaps another one.
                 last += 1
             else:
                 out = out | course.unopened if course.unopened else out - barred
             reason = f"group {shown_group}: {error}" if shown_group else str(error)
-            detail = {"reason": reason, "blamed": sorted(course.blamed)}
-            journal.record(number, attempt.number, wanted.step(steps.FAILED), detail)
-            party.observe(AttemptFailed(number, attempt.number, reason))
+            _note_failed(attempt, course, reason)
             if isinstance(error, UpdateError):
                 return Failed(failures, bound=True, spoiled=reason)
             continue
@@ -164,6 +163,23 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         drawn = len(course.answered) if plan.cohort.mode == "async" else len(cohort)
         took, names = party.clock() - started, tuple(sorted(course.folded))
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
+
+
+def _note_failed(attempt: Attempt, course: Course, reason: str) -> None:
+    """Journal that an attempt has failed, and show it."""
+    party, wanted = attempt.party, attempt.wanted
+    detail = {"reason": reason, "blamed": sorted(course.blamed), "sketched": course.sketched}
+    party.journal.record(wanted.round, attempt.number, wanted.step(steps.FAILED), detail)
+    party.observe(AttemptFailed(wanted.round, attempt.number, reason))
+
+
+def _sketched(party: Party, wanted: Wanted) -> bool:
+    """Whether sites have sent as many sketches of their updates as they do: an attempt more would be in vain."""
+    failed = (each for each in party.journal.entries() if each.round == wanted.round)
+    of_sum = [
+        each for each in failed if each.step == wanted.step(steps.FAILED) and each.detail.get("sketched")
+    ]
+    return len(of_sum) >= party.plan.cohort.attempts
 
 
 def _barred(party: Party, wanted: Wanted, cohort: Iterable[str]) -> set[str]:

@@ -215,9 +215,9 @@ class RecordGame:
             sent = [site.contribute(asked) for site in sites]
             different += not observed.forget() or differ(sent)
             part = sums.of_round(TRAIN, number)
-            total = PlainSum(part.training)
+            total = PlainSum(part.training, features.bounds(by_feature))
             total.add([(0, np.concatenate(sent[0].spans))])
-            opened = total.open(features.bounds(by_feature))
+            opened = total.open()
             summed = Summed(number, 0, names, opened.counters, by_feature, {}, (number,))
             mean = features.combine([features.decode(summed, opened)])
             features.before_step(mean, [summed])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cloister.aggregation.features.evaluation import CORRECT
+from cloister.aggregation.evaluation import CORRECT
 from cloister.aggregation.features.in_clear import TOKENS
 from cloister.aggregation.features.site_unit import mechanism_of
 from cloister.aggregation.sums import Sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_a_check_counts_the_records_of_each_source_and_names_those_that_are_not_
     assert checked["not_used"] in shown
     private = found(capsys, "plan", "check", str(small_plan), *given, *set_options(UNIT))
     assert (private["records"], private["not_used"]) == (checked["records"], "")
+
+
+def test_a_check_says_what_a_bound_on_updates_is_worth(
+    small_plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = set_options([*UNIT, "aggregation.norm_bound=2.0", "local.batch_size=4", "local.accumulation=1"])
+    checked = found(capsys, "plan", "check", str(small_plan), *given)
+    share = 1 / math.sqrt(1 + (checked["noise_multiplier"] / 4) ** 2 * checked["trained_parameters"])
+    assert (checked["norm_bound"], checked["liar_reach"]) == (2.0, pytest.approx(3 / share))
+    shown = done(capsys, "plan", "check", str(small_plan), *given)
+    assert re.search(r"bound on an update's L2 norm +│ +2 ", shown)
+    assert "the coordinator sees 128 numbers of each site's own noised update" in shown
+    without = found(capsys, "plan", "check", str(small_plan), *set_options(UNIT))
+    assert without.keys().isdisjoint({"norm_bound", "liar_reach"})
+    more = checked["overhead_bytes_up"] - without["overhead_bytes_up"]
+    assert 1024 <= more < 1200
 
 
 @pytest.mark.parametrize("count", [3, 4, 7])

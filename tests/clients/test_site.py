@@ -780,9 +780,11 @@ LAX = {
     "trusted_coordinator": "true",
     "least_cohort": "1",
     "secure_required": "false",
+    "sketches": "true",
 }
 """A policy that allows every plan of these tests."""
 WINDOW = [*RECORD, "privacy.record=window"]
+SKETCHED = [*RECORD, "aggregation.secure=true", "aggregation.norm_bound=1.0"]
 OWNED = [
     *PRIVATE,
     "aggregation.secure=false",
@@ -804,6 +806,7 @@ TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "trusted_coordinator": (CENTRAL, {"trusted_coordinator": "false"}),
     "least_cohort": (SKELLAM, {"least_cohort": "5"}),
     "secure_required": (CENTRAL, {"secure_required": "true"}),
+    "sketches": (SKETCHED, {"sketches": "false"}),
     "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
     "models": (SKELLAM, {"models": '["gpt2"]'}),
     "tokenizers": (SKELLAM, {"tokenizers": '["gpt2"]'}),

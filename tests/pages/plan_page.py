@@ -83,6 +83,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("groups", {"aggregation.groups": "3"}, {"cohort.sites": "24", "aggregation.colluders": "0.0"}),
     Feature("compression", {"aggregation.compression": "{}"}, {"aggregation.ring_bits": "16"}),
+    Feature("norm bound", {"aggregation.norm_bound": "1.0"}, {"aggregation.secure": "false"}),
     Feature("rolora", {"model.adapter.scheme": "rolora"}, {}),
     Feature("sparse rounds", {"aggregation.part": "0.5"}, {}),
     Feature("ffa-lora", {"model.adapter.scheme": "ffa-lora"}, {}),

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +21,14 @@ from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure.secure_site import Member, Message, Past, SecureSite
 from cloister.aggregation.secure.secure_sum import Answered, Contract, ring_dtype, sharers_digest, transcript
 from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.sketch import Integers, Lengths
+from cloister.aggregation.vector.sketch import to_bytes as to_sent
 from cloister.aggregation.vector.span import manifest_digest, manifest_of
 from cloister.protocol.identity.roster import Card, Roster, new_identity
 from cloister.protocol.messages.cohort import Draw
 from cloister.protocol.messages.messages import (
     TRAIN,
+    Confirm,
     Inbox,
     Masked,
     Peers,
@@ -94,6 +98,7 @@ class Parties:
         earlier: Marks that sites wrote in an earlier attempt.
         newest: Round and attempt that the sites joined last.
         model: Hash of the model.
+        lengths: What of a vector is sketched; None: nothing.
         contract: Fields of the contract that are not the usual ones.
     """
 
@@ -109,6 +114,7 @@ class Parties:
         earlier: Mapping[str, Answered] = {},
         newest: tuple[int, int] = (0, 0),
         model: bytes = MODEL,
+        lengths: Lengths | None = None,
         **contract: Any,
     ) -> None:
         usual = Contract(
@@ -120,10 +126,12 @@ class Parties:
             32,
             LENGTH,
             b"layout",
+            sketches=lengths is not None,
         )
         self.contract = replace(usual, **contract)
         self.names = self.contract.draw.cohort(self.contract.roster.names, 1)
-        self.coordinator = coordinator(self.contract, 1, attempt, model)
+        self.lengths = lengths
+        self.coordinator = coordinator(self.contract, 1, attempt, model, lengths=lengths)
         self.marks: dict[str, list[Answered]] = {name: [] for name in self.names}
         """The durable marks that each site has written."""
         self.told: dict[str, list[Message]] = {name: [] for name in self.names}
@@ -216,8 +224,19 @@ class Parties:
     def confirm(self, survivors: Survivors, names: Iterable[str] | None = None) -> dict[str, Unmask]:
         """Step 5, of these sites."""
         for name in survivors.survivors if names is None else names:
-            self.coordinator.confirmed(self._ask(name, self.sites[name].confirm, survivors))
+            self.coordinator.confirmed(self._ask(name, partial(self._confirmed, name), survivors))
         return {name: carried(request) for name, request in self.coordinator.request().items()}
+
+    def _confirmed(self, name: str, told: Survivors) -> Confirm:
+        confirm = self.sites[name].confirm(told)
+        if self.lengths is None:
+            return confirm
+        return self.sites[name].sketched(to_sent(self.sketch(name, self.sites[name].seed)))
+
+    def sketch(self, name: str, seed: bytes) -> Integers:
+        """The sketch that a site sends."""
+        assert self.lengths is not None, "vectors are sketched"
+        return self.lengths.sketch([(0, self.vectors[name])], seed)
 
     def reveal(self, requests: Mapping[str, Unmask], names: Iterable[str] | None = None) -> None:
         """Step 6, of these sites."""

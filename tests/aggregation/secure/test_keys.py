@@ -99,7 +99,7 @@ def test_ed25519() -> None:
         "fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b"
     )
     signature = keys.sign(identity, "share", CTX, ("a", b"b"))
-    assert signature == identity.sign(pack("cloister/secure-sum/4", "share", CTX, ("a", b"b")))
+    assert signature == identity.sign(pack("cloister/secure-sum/5", "share", CTX, ("a", b"b")))
 
 
 def test_a_share_opens_only_where_it_was_meant_to() -> None:
@@ -147,7 +147,7 @@ def test_the_seed_of_a_mask_depends_on_all_that_both_sites_agree_on() -> None:
     ) -> bytes:
         return keys.mask_seed(secret, transcript=transcript, context=context, one=one, other="a")
 
-    info = pack("cloister/secure-sum/4", "mask", CTX, "a", "b")
+    info = pack("cloister/secure-sum/5", "mask", CTX, "a", "b")
     assert seed() == HKDF(SHA256(), 32, transcript, info).derive(ALICE)
     others = {seed(BOB), seed(transcript=CTX), seed(transcript=b""), seed(context=bytes(32)), seed(one="c")}
     assert len(others | {seed()}) == 6

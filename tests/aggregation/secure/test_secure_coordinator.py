@@ -163,7 +163,7 @@ def test_a_changed_message_is_refused_at_every_step() -> None:
             coordinator.revealed(signed(dataclasses.replace(shares, self_shares=lie)))
     parties.reveal(requests)
     np.testing.assert_array_equal(coordinator.sum(), parties.plain_sum())
-    assert set(coordinator.liars) == {"site-000"}  # for the empty share
+    assert set(coordinator.found.liars) == {"site-000"}  # for the empty share
 
 
 def test_a_key_of_low_order_is_refused_before_it_reaches_a_site() -> None:
@@ -229,17 +229,17 @@ def reveals_wrong_shares(kind: type[SecureCoordinator], answering: int) -> Parti
 def test_wrong_shares_are_left_out_and_name_their_holders() -> None:
     parties = reveals_wrong_shares(SecureCoordinator, 6)
     np.testing.assert_array_equal(parties.coordinator.sum(), parties.plain_sum())
-    assert set(parties.coordinator.liars) == set(parties.names[:2])
+    assert set(parties.coordinator.found.liars) == set(parties.names[:2])
     unnoticed = reveals_wrong_shares(TakesAnyShare, 6)
     assert (unnoticed.coordinator.sum() - unnoticed.plain_sum()).any()
-    assert not unnoticed.coordinator.liars
+    assert not unnoticed.coordinator.found.liars
 
 
 def test_where_the_others_are_not_enough_nothing_is_opened() -> None:
     parties = reveals_wrong_shares(SecureCoordinator, 4)
     with pytest.raises(TooFewSitesError):
         parties.coordinator.sum()
-    assert set(parties.coordinator.liars) == set(parties.names[:2])
+    assert set(parties.coordinator.found.liars) == set(parties.names[:2])
 
 
 def sends_garbage(parties: Parties, liar: str, to: Sequence[str]) -> Survivors:
@@ -257,7 +257,7 @@ def test_a_site_that_sends_garbage_is_named_before_the_others_are_bound() -> Non
     liar, *others = parties.names
     with raises(ReconstructionError, "shares of site-000", says="5 survivors"):
         sends_garbage(parties, liar, others)
-    assert parties.coordinator.unopened == (liar,)
+    assert parties.coordinator.found.unopened == (liar,)
     assert parties.coordinator.complaints == {(other, liar) for other in others}
 
 

@@ -952,7 +952,7 @@ def test_a_share_that_is_not_checked_is_revealed_wrong() -> None:
     only_the_hash = Parties(6, site=OpensAnything, tolerance=Tolerance(0.0, 0.1))
     alters_a_share(only_the_hash, "site-000", "site-002")
     np.testing.assert_array_equal(only_the_hash.coordinator.sum(), only_the_hash.plain_sum())
-    assert only_the_hash.coordinator.liars == {}
+    assert only_the_hash.coordinator.found.liars == {}
     nothing = Parties(6, site=ComparesNothing)
     with raises(ShareError, "share of site-000 from site-000"):
         alters_a_share(nothing, "site-000", "site-002")

@@ -158,8 +158,11 @@ def test_a_full_disk_is_named_and_what_was_there_stays(folder: Path, monkeypatch
         for act in acts:
             with raises(StorageError, folder, says="no space left"):
                 act()
-            found = files.state(None)  # of a slot that is torn only that a vector was masked is assumed
-            assert replace(found, marks=replace(found.marks, masked=state.marks.masked)) == state
+            found = files.state(
+                None
+            )  # of a slot that is torn it is assumed that a vector was masked, and sketched
+            assumed = replace(found.marks, masked=state.marks.masked, sketched=state.marks.sketched)
+            assert replace(found, marks=assumed) == state
         with raises(StorageError, folder, says="no space left"):
             files.begin(state, Kept((1, 1), (1, 2), SEED))
         assert files.state(None).marks.joined == state.marks.joined
@@ -274,8 +277,25 @@ def test_a_damaged_slot_does_not_hide_that_a_vector_was_masked(
     damaged[state.marks.writes % 2 * 4096 + 10] ^= 1
     (folder / "marks").write_bytes(damaged)
     assert read(folder).marks == replace(
-        state.marks, writes=state.marks.writes - 1, joined=(1, first + begun)
+        state.marks, writes=state.marks.writes - 1, joined=(1, first + begun), sketched=(1, 1)
     )
+
+
+def test_sketches_are_counted_for_each_round_and_none_is_forgotten(folder: Path) -> None:
+    counts = []
+    for attempt, number in ((1, 1), (2, 1), (3, 1), (1, 2)):
+        with turn(folder) as files:
+            state = files.begin(files.state(None), Kept((0, 0), (number, attempt), SEED, (BEGIN,)))
+            files.mark_sketched(state, number)
+        counts.append(read(folder).marks.sketched)
+        whole = (folder / "marks").read_bytes()
+        for slot in (0, 1):
+            damaged = bytearray(whole)
+            damaged[slot * 4096 + 10] ^= 1
+            (folder / "marks").write_bytes(damaged)
+            assert read(folder).marks.sketched >= counts[-1]
+        (folder / "marks").write_bytes(whole)
+    assert counts == [(1, 1), (1, 2), (1, 3), (2, 1)]
 
 
 def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) -> None:

@@ -32,6 +32,7 @@ PLACES = {
     "delta": ("privacy", "delta"),
     "trusted_coordinator": ("privacy", "trusted_coordinator"),
     "secure": ("aggregation", "secure"),
+    "norm_bound": ("aggregation", "norm_bound"),
     "model": ("model", "name"),
     "tokenizer": ("model", "tokenizer"),
     "revision": ("model", "revision"),
@@ -111,6 +112,8 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
     ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
     ("secure_required = true", "secure", [True], [False, 1, None]),
     ("secure_required = false", "secure", [True, False], []),
+    ("sketches = false", "norm_bound", [None], [1.0, "auto"]),
+    ("sketches = true", "norm_bound", [None, 1.0, "auto"], []),
     (f'roster_hash = "{HASH}"', "roster_hash", [HASH, HASH.upper()], ["", "cd" * 32, HASH[:-1]]),
     ('models = ["builtin:llama"]', "model", ["builtin:llama"], ["builtin:llama2", "Builtin:llama", ""]),
     (

@@ -10,8 +10,9 @@ from cloister.protocol.plan.settings import Because
 from cloister.protocol.plan.soundness import refusals
 from cloister.tests.pages.plan_page import FEATURES, Feature, pairs, plan_of
 
-REFUSED = 32
-"""It does not grow: a new feature goes together with the others, or takes the place of another one."""
+REFUSED = 36
+"""It does not grow: a new feature goes together with the others, or takes the place of another one. The four of the
+norm bound are those in which a sketch would show a part of one update without all of its noise."""
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)

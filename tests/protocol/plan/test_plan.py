@@ -148,6 +148,25 @@ def test_what_is_wrong_is_named(override: str, parts: list[str]) -> None:
             "aggregation.compression.first_scale",
             "local.clip_norm = 1.0",
         ),
+        (
+            [
+                "local.optimizer=sgd",
+                "local.clip_norm=0",
+                "aggregation.secure=false",
+                "aggregation.norm_bound=auto",
+            ],
+            "aggregation.norm_bound",
+            "local.clip_norm = 1.0",
+        ),
+        (["aggregation.norm_bound=1.0"], "aggregation.norm_bound", 'privacy.unit = "record"'),
+        (
+            [
+                *("aggregation.norm_bound=auto", "privacy.unit=site", "privacy.noise_multiplier=1.0"),
+                *("server.evaluation=none", "aggregation.weighting=uniform"),
+            ],
+            "aggregation.norm_bound",
+            "remove aggregation.norm_bound",
+        ),
         (["model.adapter.base_precision=nf4"], "model.adapter.base_precision", 'scheme = "ffa-lora"'),
         (
             [

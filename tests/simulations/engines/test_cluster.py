@@ -51,6 +51,9 @@ from cloister.tests.tools.raises import raises
 
 SITES = 6
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""The titles of a raylet's agents."""
+PROGRAMS = ("/dashboard/agent.py", "/runtime_env/agent/main.py")
+"""Their programs, which are all that says so until they have a title; on a busy machine that may take minutes."""
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs cloister[ray]")
 # Ray leaves the processes that it started, while they still shut down, and their streams to the garbage collector.
@@ -73,7 +76,7 @@ class TwoNodes:
         """The processes of workers on a node: not all get a title from Ray that says so."""
         raylet = self.raylets[node]
         children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
-        return [int(child) for child in children if title(int(child)) not in ("", *AGENTS)]
+        return [child for child in map(int, children) if title(child) and not is_agent(child)]
 
     def busy(self) -> list[str]:
         """The command lines of the processes of workers that work, or belong to a run, and of those that they left.
@@ -91,6 +94,11 @@ def command_of(process: int) -> str:
         return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except OSError:
         return ""
+
+
+def is_agent(process: int) -> bool:
+    line = command_of(process)
+    return line.partition(" ")[0] in AGENTS or any(program in line for program in PROGRAMS)
 
 
 def title(process: int) -> str:

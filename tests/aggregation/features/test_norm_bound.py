@@ -1,0 +1,274 @@
+"""Runs with a bound on every site's update: masked and in clear, with sites that lie, with retries and with a stop."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloister.aggregation.features.norm_bound import Bounded, bound_of
+from cloister.aggregation.secure.secure_sum import sketch_seed
+from cloister.aggregation.secure.sketches import Sketches
+from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector.sketch import Lengths, from_bytes, to_bytes
+from cloister.aggregation.vector.span import manifest_of
+from cloister.clients.site import Simulated, Site
+from cloister.clients.state.attempt_files import AttemptFiles
+from cloister.clients.state.kept import Written
+from cloister.privacy.mechanism.noise import NoiseStream
+from cloister.protocol.errors import SpoiledError
+from cloister.protocol.messages.messages import Agree, Confirm, Reply, Request, SumId
+from cloister.server.record.folder import RunFolder
+from cloister.server.record.progress import AttemptFailed, RoundAbandoned, RoundDone, SiteFailed
+from cloister.server.run import run
+from cloister.tests.parties.federation import RECORD, Federation, tiny
+from cloister.tests.scenarios.test_compressed_run import Run
+
+IN_CLEAR = [*RECORD, "aggregation.norm_bound=auto", "run.rounds=2"]
+BOUNDED = [*IN_CLEAR, "aggregation.secure=true"]
+FIVE = ["cohort.sites=5", "cohort.quorum=0.6", "aggregation.dropouts=0.2", "aggregation.colluders=0.0"]
+
+
+class Declared(Run):
+    """A run whose noise is the same in each process, and in each run."""
+
+    def __init__(self, path: Path, *settings: str) -> None:
+        super().__init__(path, *settings)
+        for name, make in self.channel.sites.items():
+            base = NoiseStream.from_declared_seed(1).child(name)
+            noise = Simulated(noise=lambda number, base=base: base.child(str(number)))  # type: ignore[misc]
+            self.channel.sites[name] = partial(make, simulated=noise)  # type: ignore[call-arg]  # it makes a `Site`
+
+
+# Honest runs.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["aggregation.ring_bits=16"],
+        ["aggregation.ring_bits=8", "aggregation.compression={}"],
+        ["aggregation.norm_bound=0.01"],
+        ["aggregation.part=0.5", "local.optimizer=sgd"],
+    ],
+    ids=["16 bits", "8 bits", "clipped", "parts"],
+)
+def test_a_masked_run_is_that_in_clear_and_loses_no_round(tmp_path: Path, changes: list[str]) -> None:
+    masked = Declared(tmp_path / "masked", *BOUNDED, *changes)
+    clear = Declared(tmp_path / "clear", *IN_CLEAR, *changes)
+    assert masked.go().params_sha256 == clear.go().params_sha256
+    assert len(masked.of(RoundDone)) == 2
+    assert not masked.of(AttemptFailed)
+    confirmed = [step for step, _ in masked.channel.asked if step == "confirm"]
+    assert len(confirmed) == 2 * masked.plan.cohort.sites, "one exchange, as without sketches"
+
+
+def test_an_update_is_scaled_to_the_bound(tmp_path: Path) -> None:
+    norms = []
+    for bound in ("0.01", "1e6"):
+        done = Run(tmp_path / bound, *IN_CLEAR, f"aggregation.norm_bound={bound}", "local.clip_norm=0.0")
+        done.go()
+        norms.append([event.update_norm for event in done.of(RoundDone)])
+    assert max(norms[0]) <= 0.01
+    assert min(norms[1]) > 0.01
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_the_bound_auto_leaves_honest_updates_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """It has room for what the steps do, noise included, and no more than five times that."""
+    found: list[float] = []
+    release = Bounded.release
+
+    def watched(code: Bounded, values: Any, *others: Any) -> Any:
+        found.append(float(np.linalg.norm(values.astype(np.float64))) / code.bound)
+        return release(code, values, *others)
+
+    monkeypatch.setattr(Bounded, "release", watched)
+    Run(tmp_path, *IN_CLEAR, f"local.optimizer={optimizer}").go()
+    assert 0.2 < max(found) <= 1
+
+
+@pytest.mark.parametrize("step", ["confirm", "unmask"])
+def test_a_run_that_is_stopped_after_the_sketches_goes_on_to_the_same_model(
+    tmp_path: Path, step: str
+) -> None:
+    whole, stopped = (Declared(tmp_path / name, *BOUNDED) for name in ("whole", "stopped"))
+    expected = whole.go().params_sha256
+
+    class EndedError(Exception):
+        pass
+
+    def before(site: str, request: Request) -> None:
+        last = (
+            isinstance(request, Agree)
+            and request.told.STEP.label == step
+            and site == list(stopped.folders)[-1]
+        )
+        if last and request.sum.round == 2:  # type: ignore[union-attr]  # it is one
+            raise EndedError
+
+    stopped.channel.before = before
+    with pytest.raises(EndedError):
+        stopped.go()
+    again = Declared(tmp_path / "stopped")
+    assert again.go().params_sha256 == expected
+
+
+# Sites that lie.
+
+
+class Liar:
+    """A site whose vector and sketch are other ones than those that it has trained.
+
+    Args:
+        monkeypatch: Changes the sites.
+        federation: The federation; its last site lies.
+        added: What it adds to each value of its update, in steps.
+        honest: Whether its sketch is that of its vector; otherwise that of its update.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, federation: Federation, added: float, *, honest: bool
+    ) -> None:
+        self.name, size = federation.names[-1], federation.layout.size
+        effect, lengths = np.full(size, round(added), np.int32).view(np.uint32), Lengths(size, 1.0)
+        made, sketch = Site._made, Site._sketch
+
+        def lying(site: Site, *arguments: Any) -> Written:
+            written = made(site, *arguments)
+            if site.name != self.name:
+                return written
+            vector = np.concatenate([piece for _, piece in written.pieces])
+            vector[:size] += effect
+            return Written(manifest_of([(0, vector)]), [(0, vector)])
+
+        def claimed(site: Site, about: SumId, seed: bytes) -> bytes:
+            true = sketch(site, about, seed)
+            if site.name != self.name or not honest:
+                return true
+            return to_bytes(from_bytes(true) + lengths.sketch([(0, effect)], seed))
+
+        monkeypatch.setattr(Site, "_made", lying)
+        monkeypatch.setattr(Site, "_sketch", claimed)
+
+
+def federation(path: Path, *settings: str) -> Federation:
+    return Federation(path / "federation", tiny(*BOUNDED, *FIVE, "run.rounds=3", *settings))
+
+
+def steps_in(federation: Federation) -> float:
+    """Steps of each value of an update that is as long as the bound."""
+    lengths = Sums.over(federation.plan, federation.layout, b"").training.lengths()
+    assert lengths is not None
+    return lengths.longest / math.sqrt(lengths.size)
+
+
+def go(federation: Federation, path: Path) -> list[object]:
+    events: list[object] = []
+    with RunFolder.create(path / "run", federation.plan) as folder:
+        run(folder, federation.channel, events.append, roster=federation.roster)
+    return events
+
+
+def of(events: list[object], kind: type[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_site_that_is_too_long_is_named_and_left_out_and_no_round_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying = federation(tmp_path, "cohort.attempts=1")
+    liar = Liar(monkeypatch, lying, 5 * steps_in(lying), honest=True)
+    events = go(lying, tmp_path)
+    assert [(event.round, event.attempt) for event in of(events, AttemptFailed)] == [(1, 1)]
+    # With one sketch of an update the next attempt has none: the round is given up, and the next one is without it.
+    assert [event.round for event in of(events, RoundAbandoned)] == [1]
+    assert [event.sites for event in of(events, RoundDone)] == [4, 4]
+    named = [event.reason for event in of(events, SiteFailed) if event.site == liar.name]
+    assert any("left out of all later sums" in reason for reason in named)
+    asked = lying.channel.asked
+    first = asked[: asked.index(("confirm", liar.name)) + 1]
+    assert "unmask" not in dict(first)
+
+
+def test_the_next_attempt_of_the_round_is_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lying = federation(tmp_path, "cohort.attempts=2")
+    Liar(monkeypatch, lying, 5 * steps_in(lying), honest=True)
+    events = go(lying, tmp_path)
+    assert len(of(events, AttemptFailed)) == 1
+    assert [event.sites for event in of(events, RoundDone)] == [4, 4, 4]
+
+
+def test_without_the_check_of_lengths_it_moves_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sketches, "check_length", lambda *_: None)  # removes the guard
+    lying = federation(tmp_path)
+    Liar(monkeypatch, lying, 5 * steps_in(lying), honest=True)
+    norms = [event.update_norm for event in of(go(lying, tmp_path), RoundDone)]
+    bound = bound_of(Sums.over(lying.plan, lying.layout, b""))
+    assert min(norms) > 3 * bound / 5
+
+
+def test_a_site_that_sketches_another_vector_spoils_its_rounds_and_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying = federation(tmp_path, "cohort.attempts=2")
+    liar = Liar(monkeypatch, lying, 1, honest=False)
+    with pytest.raises(SpoiledError):
+        go(lying, tmp_path)
+    assert ("unmask", liar.name) in lying.channel.asked
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(Sketches, "check_sum", lambda *_: None)  # removes the guard
+        other = federation(tmp_path / "other", "cohort.attempts=2")
+        assert len(of(go(other, tmp_path / "other"), RoundDone)) == 3
+
+
+def test_a_liar_in_clear_is_a_dropout_by_the_norm_of_its_vector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying = federation(tmp_path, "aggregation.secure=false")
+    liar = Liar(monkeypatch, lying, 1.01 * steps_in(lying), honest=False)
+    events = go(lying, tmp_path)
+    assert [event.sites for event in of(events, RoundDone)] == [4, 4, 4]
+    assert {event.site for event in of(events, SiteFailed)} == {liar.name}
+
+
+def test_liars_within_the_bound_are_in_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lying = federation(tmp_path)
+    Liar(monkeypatch, lying, 0.2 * steps_in(lying), honest=True)
+    assert [event.sites for event in of(go(lying, tmp_path), RoundDone)] == [5, 5, 5]
+
+
+# How much of an update is seen.
+
+
+def test_a_site_makes_as_many_sketches_of_an_update_as_the_plan_has_attempts(tmp_path: Path) -> None:
+    """Whatever ends the attempts, and in whatever process of the coordinator."""
+    lost = federation(tmp_path, "cohort.attempts=2", "cohort.quorum=1.0", "aggregation.dropouts=0.0")
+    name, seeds = lost.names[0], set()
+
+    def watch(step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Confirm) and reply.site == name and reply.sketched is not None:
+            seeds.add(sketch_seed(reply.survivors))
+        return reply
+
+    lost.channel.tamper = watch
+    lost.channel.down = lambda site, step, request: (
+        step == "unmask" and site != name and isinstance(request, Agree) and request.sum.round == 1
+    )
+    events = go(lost, tmp_path)
+    assert len(of(events, AttemptFailed)) == 2
+    assert [event.round for event in of(events, RoundAbandoned)] == [1]
+    assert len(of(events, RoundDone)) == 2
+    assert len(seeds) == 2 + 2
+    # A coordinator that goes on all the same gets no third one: see also test_attempts.py.
+    (folder,) = (lost.sites_folder / name).glob("**/secure/train")
+    with AttemptFiles.turn(folder, "") as files:
+        assert files.state(None).marks.sketched == (3, 1)
