@@ -1,12 +1,15 @@
-"""What the gate on the released mean and the median of groups do and do not stop: each attack without and with each.
+"""What bounds, gate and groups do and do not stop: each attack without and with each defence.
 
-A fifth of ten sites is poisoned (`[faults] poison`), in a simulation of a small model on the text of `--source`. The
-bound on the norm is 1.5 times the largest norm of the run without an attack; that on the loss is 0.02 nats per token.
-The median is that of five groups of two sites, whose sums are in clear: the secure sum would refuse so small groups.
+Some of ten sites are poisoned (`[faults] poison`), in a simulation of a small model on the text of `--source`. The
+gate's bound on the norm of the mean is 1.5 times the largest of the run without an attack; that on the loss is 0.02
+nats per token. The median is that of five groups of two sites, whose sums are in clear: the secure sum would refuse so
+small groups. The bound on every update is `auto`; poisoned sites keep it, as those must that are not found. A liar can
+add up to three times as much under masks. With `--private` sites train adapters of a model that was trained on public
+text, with the unit `record`; without, the sums of that defence are in clear too, and have the same bits.
 Printed are, for each attack and gate, the held-out loss of the final model on public records, the rounds that the gate
 refused, and the loss of the backdoor's target after its trigger: a model that was not attacked has a high one.
 
-    python benchmarks/poison.py [--json] [--source SOURCE] [--rounds N] [--only TEXT]
+    python benchmarks/poison.py [--json] [--source SOURCE] [--rounds N] [--only TEXT] [--liars N] [--private]
 """
 
 from __future__ import annotations
@@ -53,7 +56,14 @@ evaluation_sequences = 100
 partition = "iid"
 public = 0.05
 """
-SHARE = 0.2
+PRIVATE = [
+    *("model.adapter.scheme=ffa-lora", "public.source=builtin:python-docs", "public.steps=150"),
+    "simulation.source=builtin:python-stdlib",
+    *("privacy.unit=record", "privacy.record=window", "privacy.noise_multiplier=0.65"),
+    *("privacy.sampling_rate=0.004", "privacy.delta=1e-6", "aggregation.weighting=uniform"),
+    *("data.sequence_length=128", "local.steps=8", "local.batch_size=16", "local.accumulation=2"),
+]
+SITES = 10
 ATTACKS: dict[str, dict[str, Any]] = {
     "none": {},
     "sign-flip": {"kind": "sign-flip"},
@@ -65,6 +75,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 RISE = 0.02
 """Nats per token of `server.gate.loss`."""
 MEDIAN = ["aggregation.groups=5", "aggregation.secure=false"]
+BOUND = ["aggregation.norm_bound=auto"]
 ROOM = 1.5
 """`server.gate.norm` over the largest norm of honest rounds."""
 
@@ -100,20 +111,24 @@ def backdoor_loss(path: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what the gate and the median do and do not stop")
+    parser = argparse.ArgumentParser(description="what bounds, gate and groups do and do not stop")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--source", default="builtin:python-docs", help="as simulation.source")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a run (default: 6)")
     parser.add_argument("--only", default="", help="only the attacks whose name has this text, and none")
+    parser.add_argument("--liars", type=int, default=2, help="poisoned sites of ten (default: 2)")
+    parser.add_argument("--private", action="store_true", help="adapters with the privacy unit record")
     arguments = parser.parse_args()
     common = [f"run.rounds={arguments.rounds}", f"simulation.source={arguments.source}"]
-    gates: dict[str, list[str]] = {"none": [], "median": MEDIAN}
+    common = [*common[:1], *PRIVATE] if arguments.private else common
+    bounded = BOUND if arguments.private else [*BOUND, "aggregation.secure=false"]
+    gates: dict[str, list[str]] = {"none": [], "median": MEDIAN, "bound": bounded}
     rows = []
     for attack, poison in ATTACKS.items():
         if poison and arguments.only not in attack:
             continue
         attacked = [f"faults.poison.{key}={value}" for key, value in poison.items()]
-        attacked += [f"faults.poison.share={SHARE}"] if attacked else []
+        attacked += [f"faults.poison.share={arguments.liars / SITES}"] if attacked else []
         for gate, bound in gates.items():
             rows.append({"attack": attack, "gate": gate, **run([*common, *attacked, *bound])})
             if not arguments.json:
@@ -125,9 +140,19 @@ def main() -> int:
                 "norm": [f"server.gate.norm={norm}"],
                 "loss": [f"server.gate.loss={RISE}"],
                 "median": MEDIAN,
+                "bound": bounded,
             }
     if arguments.json:
-        print(json.dumps({"rounds": arguments.rounds, "share": SHARE, "runs": rows}))
+        print(
+            json.dumps(
+                {
+                    "rounds": arguments.rounds,
+                    "liars": arguments.liars,
+                    "private": arguments.private,
+                    "runs": rows,
+                }
+            )
+        )
     return 0
 
 

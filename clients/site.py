@@ -99,8 +99,8 @@ class Simulated:
     """The ledger over runs that all sites charge."""
     sequences: Callable[[], Prepared | None] = lambda: None
     """Gives the site's sequences, if they were made for all sites together; picklable."""
-    packages: bool = False
-    """Whether tasks of installed packages run without a policy that lists them: one person has started all sites."""
+    one_owner: bool = False
+    """Whether one person has started all sites: what a policy must list (packages, sketches) needs no policy."""
     task: Callable[[Task], Task] = lambda task: task
     """The task of an update as this site does it: a poisoned site changes it."""
 
@@ -183,8 +183,8 @@ class Site:
         plan = self._resident.plan(request.plan)
         demands = self._demands(request.run)
         demands.check_consent(plan, request.run)
-        if not self._simulated.packages:
-            demands.check_package(plan)
+        if not self._simulated.one_owner:
+            demands.check_listed(plan)
         demands.check_new(plan, request.run)
         base = checked_base(request, plan)
         again = demands.has_joined(plan, request.run)
@@ -227,7 +227,7 @@ class Site:
                 demands.check_policy(loaded.plan, about.run, loaded.sums.terms)
                 demands.check_round(loaded.plan, about.purpose, told.round)
             attempts = self._attempts(loaded, about)
-        answer = attempts.agree(told, about.round, partial(self._sketch, about))
+        answer = attempts.agree(told, about.round, partial(self._sketch, about, request.tries))
         if isinstance(told, Unmask):  # which ends the attempt
             opened.pop(self._folder, None)
         else:  # now only: a message that is refused takes the place of no attempt
@@ -235,7 +235,8 @@ class Site:
         return answer
 
     def contribute(self, request: Contribute) -> Contribution:
-        """The site's part of a sum, masked if the plan sums securely. No other function returns an update.
+        """The site's part of a sum, masked if the plan sums securely. No other function returns an update; `agree`
+        returns sketches of one.
 
         Raises:
             CloisterError: the site cannot contribute, or refuses.
@@ -322,8 +323,8 @@ class Site:
         plan, base_hash = self._kept.recall(sum_id.run, sum_id.plan, self._resident.plan)
         demands = self._demands(sum_id.run)
         demands.check(plan, sum_id.run)
-        if not self._simulated.packages:  # before the package is imported
-            demands.check_package(plan)
+        if not self._simulated.one_owner:  # before the package is imported
+            demands.check_listed(plan)
         return self._load(plan, base_hash)
 
     def _load(self, plan: Plan, base_hash: bytes, base: Callable[[], Vector | None] | None = None) -> Loaded:
@@ -350,26 +351,28 @@ class Site:
         history, most = partial(self._history, loaded, sum_id), loaded.plan.cohort.attempts
         return Attempts(folder, contract, member, history, most)
 
-    def _sketch(self, about: SumId, seed: bytes) -> bytes:
+    def _sketch(self, about: SumId, tries: int, seed: bytes) -> bytes:
         """The sketch of the vector that the site has made for a sum, before its masks.
 
         Raises:
             StaleError: the vector is lost.
+            PolicyError: the site's policy does not allow it any more.
         """
-        sums = self._open(about).sums.of_round(about.purpose, about.round)
+        loaded, demands = self._open(about), self._demands(about.run)
+        demands.check_policy(loaded.plan, about.run, loaded.sums.terms)  # as it is now
+        sums = loaded.sums.of_round(about.purpose, about.round)
         layout = sums.layout(about.purpose)
         shape = layout.length, layout.ring.dtype
         made = self._kept.made(about, {}, *shape)
         if made is None:
             lost = "the one that this site has masked, which is lost"
             raise StaleError(f"update of round {about.round}", expected=lost)
-        told, cohort = (
-            self._kept.told(about, *shape),
-            partial(self._demands(about.run).cohort, sums.plan, about),
-        )
-        lengths = layout.lengths(Orders.read(sums, told, Me(self.name, cohort)).blocks)
+        me = Me(self.name, partial(demands.cohort, sums.plan, about))
+        lengths = layout.lengths(Orders.read(sums, self._kept.told(about, *shape), me).blocks)
         assert lengths is not None, "a contract with sketches has a bound"
-        return sketch.to_bytes(lengths.sketch(made.pieces, seed))
+        found = lengths.sketch(made.pieces, seed)
+        self._audit_log.record(self._fact("release", about, f"sketch, seed {seed.hex()}", tries))
+        return sketch.to_bytes(found)
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:
         """The history of what the site carries into a sum."""

@@ -347,7 +347,7 @@ def open_site(sites: Path, plan: Plan, index: int, resident: Resident) -> Site:
         bases=sites,
         dataset=DatasetLedger.of(plan),
         sequences=partial(_sequences, SitesFolder(sites).sequences, index),
-        packages=True,
+        one_owner=True,
         task=partial(multiplied, scale_of(plan, index)),
     )
     return Site(config, resident, simulated=simulated)

@@ -76,8 +76,9 @@ from cloister.aggregation.features.feature import (
     Summed,
 )
 from cloister.aggregation.features.in_clear import InClear
+from cloister.aggregation.features.norm_bound import bound_of
 from cloister.aggregation.vector.average import CLIPPED, WEIGHT, SumLayout
-from cloister.aggregation.vector.compression import BlockCode, Kept
+from cloister.aggregation.vector.compression import MOST_KEPT, BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import ROTATED, Floats, rotated_blocks
 from cloister.protocol.errors import PlanError, UpdateError
@@ -97,6 +98,9 @@ START = 3.5
 """`multiple` over the square root of the number of sites, before anything is known of clipped values."""
 TARGET = 3.0
 """Root mean squares of a block at which values should be clipped."""
+LEAST_BOUND = 1 / 256
+"""Least bound of a block where a sketch weighs blocks by their bounds, as a share of the largest: weights, which are
+whole steps of `vector.compression.FINEST`, are then off by 1/32 at most."""
 LEAST_SHARE = 1 / 8
 """Least rms of a block that the bounds assume, as a share of that of all blocks."""
 SMALLEST = 2.0**-24
@@ -119,12 +123,13 @@ class Scales:
     """As above, with which the bounds were made; 0 in round 1."""
 
     @classmethod
-    def first(cls, plan: Plan, parameters: int) -> Scales:
+    def first(cls, plan: Plan, parameters: int, norm_bound: float = math.inf) -> Scales:
         """Those of round 1.
 
         Args:
             plan: A plan with `aggregation.compression`.
             parameters: Trained parameters of its model.
+            norm_bound: The largest norm of an update.
         """
         compression, local = plan.aggregation.compression, plan.local
         assert compression is not None, "only a plan with compression has scales"
@@ -135,10 +140,33 @@ class Scales:
             steps = plan.run.rounds * local.steps
             scale = math.fsum(learning_rate(local, step, steps) for step in range(local.steps))
             scale *= optimizer_of(local).rms(local, parameters)
+        if norm_bound < math.inf:
+            scale = min(scale, norm_bound / math.sqrt(parameters))
         bounds = np.full(rotated_blocks(parameters), FIRST * scale)
         return cls(_within(bounds, plan.aggregation.bound), 0.0)
 
-    def after(self, plan: Plan, mean: Floats, sites: int, mean_weight: float, clipped: int | None) -> Scales:
+    @classmethod
+    def most(cls, plan: Plan, parameters: int, norm_bound: float) -> Scales:
+        """The largest bounds, all together, that rounds with a bound on the norm of an update may have.
+
+        The root mean squares of blocks have a norm of at most T / sqrt(S) then, with `LEAST_SHARE` of it and
+        `LEAST_BOUND` of the largest beside.
+        """
+        blocks = rotated_blocks(parameters)
+        n = plan.cohort.needed() if plan.cohort.mode == "async" else plan.cohort.size()
+        multiple = max(FIRST, START * math.sqrt(n) if plan.privacy.unit != "none" else TARGET * n)
+        rms = norm_bound / math.sqrt(parameters) * math.sqrt(1 + LEAST_SHARE**2 + blocks * LEAST_BOUND**2)
+        return cls(_within(np.full(blocks, multiple * rms), plan.aggregation.bound), multiple)
+
+    def after(
+        self,
+        plan: Plan,
+        mean: Floats,
+        sites: int,
+        mean_weight: float,
+        clipped: int | None,
+        norm_bound: float = math.inf,
+    ) -> Scales:
         """Those of the next round.
 
         Args:
@@ -147,6 +175,8 @@ class Scales:
             sites: Sites in it.
             mean_weight: Their mean weight over the largest weight.
             clipped: Values that they clipped; None where that is not released, or one site would decide it for all.
+            norm_bound: The largest norm of an update. A mean that is longer makes no larger bounds: they would make
+                room for longer updates, also of sites that lie.
         """
         blocks = rotated_blocks(mean.size)
         squares = np.zeros(blocks)
@@ -154,6 +184,7 @@ class Scales:
             part = mean[block * ROTATED : (block + 1) * ROTATED].astype(np.float64)
             squares[block] = part @ part / ROTATED
         squares *= mean_weight**2
+        squares *= min(1.0, norm_bound**2 / max(float(squares.sum()) * ROTATED, 1e-300))
         everywhere = float(squares.mean())
         if everywhere == 0:
             return self
@@ -339,7 +370,8 @@ def layout(basis: Basis) -> SumLayout:
     """
     plan, parameters = basis.plan, basis.parameters
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, max(plan.summed()))
-    blocks = BlockCode(parameters, plan.run.seed, ring)
+    bounded = plan.aggregation.norm_bound is not None  # residuals then have no room but a step
+    blocks = BlockCode(parameters, plan.run.seed, ring, 0.0 if bounded else MOST_KEPT)
     if 4 * blocks.blocks > LONGEST_TOLD:
         raise PlanError(
             "trained parameters",
@@ -403,10 +435,14 @@ class _AtCoordinator(AtCoordinator):
         super().__init__(basis, given)
         self._heaviest = layout(basis).heaviest
         self._part = basis.part
-        self._scales = self._next = Scales.first(basis.plan, basis.parameters)
+        self._norm_bound = bound_of(basis)
+        self._scales = self._next = Scales.first(basis.plan, basis.parameters, self._norm_bound)
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
-        return self._scales.within(self._part((number,))).to_bytes()
+        told = self._scales.within(self._part((number,)))
+        if self._norm_bound < math.inf:
+            told = Scales(np.maximum(told.bounds, told.bounds.max() * LEAST_BOUND), told.multiple)
+        return told.to_bytes()
 
     def bounds(self, told: bytes) -> Floats:
         return bounds_in(told, self.plan, len(told) // 4 * ROTATED)
@@ -417,7 +453,8 @@ class _AtCoordinator(AtCoordinator):
         one = self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
         clipped = sums[0].counters.get(CLIPPED) if one else None
         spans = self._part(sums[0].rounds)
-        made = self._scales.within(spans).after(self.plan, mean, sites, statistics.median(weights), clipped)
+        weight, bound = statistics.median(weights), self._norm_bound
+        made = self._scales.within(spans).after(self.plan, mean, sites, weight, clipped, bound)
         self._next = self._scales.spread(spans, made)
         return {}
 

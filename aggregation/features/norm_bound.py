@@ -40,7 +40,7 @@ def bound_of(basis: Basis) -> float:
         return math.inf
     if given != AUTO:
         return float(given)
-    return min(max(_of_steps(basis), SMALLEST_CLIP), LARGEST_CLIP)
+    return min(max(by_steps(basis), SMALLEST_CLIP), LARGEST_CLIP)
 
 
 def signal_share(basis: Basis) -> float:
@@ -54,7 +54,8 @@ def signal_share(basis: Basis) -> float:
     return 1 / math.sqrt(1 + ratio**2 * basis.parameters)
 
 
-def _of_steps(basis: Basis) -> float:
+def by_steps(basis: Basis) -> float:
+    """What the steps of a round can move the model: `auto`."""
     from cloister.lm.training.optimizer import optimizer_of  # torch takes seconds to import
 
     plan, d = basis.plan, basis.parameters

@@ -83,6 +83,21 @@ def layout_of(basis: Basis) -> SumLayout:
     return layout
 
 
+def norm_of_update(basis: Basis) -> float:
+    """T': the bound on the norm of an update with the room for its rounding, in the round that has most.
+
+    Raises:
+        PlanError: as `layout_of`.
+    """
+    layout, bounds, room = layout_of(basis), None, 1.0
+    if layout.blocks is not None:
+        bounds = compression.Scales.most(basis.plan, layout.blocks.values, layout.norm_bound).bounds
+        room = 1 + 1 / 32  # of weights that are rounded
+    lengths = layout.lengths(bounds)
+    assert lengths is not None, "a plan with aggregation.norm_bound"
+    return lengths.bound * room
+
+
 @dataclass(frozen=True)
 class Orders:
     """What a site does for one update, by all features of the plan; picklable."""

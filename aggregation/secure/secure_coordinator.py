@@ -50,6 +50,7 @@ from cloister.protocol.messages.messages import (
     Reveal,
     Shares,
     Signed,
+    Statements,
     Step,
     Survivors,
     Unmask,
@@ -282,18 +283,14 @@ class SecureCoordinator:
                 expected=f"{threshold} survivors that can open them",
                 fix="try the round again",
             )
-        return Survivors(self.attempt.context, self._survivors, self._digests)
-
-    @property
-    def _digests(self) -> tuple[bytes, ...]:
-        """Of the masked vectors of the survivors, where they are sketched."""
-        if self.sketches is None:
-            return ()
-        return tuple(self._statements[site].digest for site in self._survivors)
+        shown = self._stated(self._survivors) if self.sketches is not None else ()
+        return Survivors(self.attempt.context, self._survivors, shown)
 
     @property
     def _agreed_survivors(self) -> bytes:
-        return survivors_digest(self._agreed, self._survivors, self._digests)
+        shown = self._survivors if self.sketches is not None else ()
+        digests = tuple(self._statements[site].digest for site in shown)
+        return survivors_digest(self._agreed, self._survivors, digests)
 
     @property
     def complaints(self) -> frozenset[tuple[str, str]]:
@@ -355,7 +352,7 @@ class SecureCoordinator:
             for site in self._survivors
         }
 
-    def _stated(self, sites: Iterable[str]) -> tuple[tuple[str, bytes, tuple[str, ...], bytes], ...]:
+    def _stated(self, sites: Iterable[str]) -> Statements:
         stated = (self._statements[site] for site in sites)
         return tuple((it.site, it.digest, it.complaints, it.signature) for it in stated)
 

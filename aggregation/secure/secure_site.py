@@ -52,6 +52,7 @@ from cloister.protocol.messages.messages import (
     Shares,
     Signed,
     Sketched,
+    Statements,
     Step,
     Survivors,
     Told,
@@ -478,9 +479,9 @@ class SecureSite:
         self._check_size("survivors", len(listed), self._least())  # 5b
         self._check_earlier(listed)  # 5c
         self._check_one_list(listed)  # 5d
-        self._check_digests(survivors)  # 5e
+        self._check_statements(survivors)  # 5e
         ctx, agreed = self.attempt.context, self._received.agreed
-        reply = self._sign(Confirm(ctx, self.name, survivors_digest(agreed, listed, survivors.digests)))
+        reply = self._sign(Confirm(ctx, self.name, survivors_digest(agreed, listed, _digests(survivors))))
         self._done.setdefault(Step.CONFIRM, (survivors, reply))
         return reply
 
@@ -515,25 +516,32 @@ class SecureSite:
             raise StepError("sketch", expected="this site's signature under the survivors first")
         return self._done[Step.CONFIRM][1]  # type: ignore[no-any-return]  # the reply of that step
 
-    def _check_digests(self, survivors: Survivors) -> None:
-        """5e: the seed of a sketch depends on the digests of all vectors, this site's own among them, and is one in an
-        attempt: two sketches would show twice as much."""
-        digests = survivors.digests
-        if not self.contract.sketches:
-            if digests:
-                raise MemberError("digests of vectors", len(digests), expected="none in this sum")
-            return
-        listed = survivors.survivors
-        if len(digests) != len(listed):
-            raise MemberError(
-                "digests of vectors", len(digests), expected=f"{len(listed)}, one of each survivor"
-            )
-        assert self._masked is not None, "a vector was signed before the survivors were shown"
-        if digests[listed.index(self.name)] != self._masked.digest:
-            raise AgreementError("digest of this site's vector", expected="the one that it signed")
+    def _check_statements(self, survivors: Survivors) -> None:
+        """5e: the seed of the sketches follows from the vectors that all survivors have signed, and is one in an
+        attempt. Otherwise a coordinator could choose it, and show each site another one."""
         shown, _ = self._done.get(Step.CONFIRM, (None, None))
-        if isinstance(shown, Survivors) and shown.digests != digests:
-            raise AgreementError("digests of vectors", expected="those that this site signed in this attempt")
+        if isinstance(shown, Survivors):
+            if shown.statements != survivors.statements:
+                raise AgreementError("statements", expected="those that this site signed in this attempt")
+            return
+        wanted = survivors.survivors if self.contract.sketches else ()
+        stated = tuple(site for site, *_ in survivors.statements)
+        if stated != wanted:
+            raise MemberError("statements", len(stated), expected=f"{len(wanted)}, in the survivors' order")
+        self._check_stated(survivors.statements)
+        assert self._masked is not None, "a vector was signed before the survivors were shown"
+        if wanted and _digests(survivors)[wanted.index(self.name)] != self._masked.digest:
+            raise AgreementError("digest of this site's vector", expected="the one that it signed")
+
+    def _check_stated(self, statements: Statements) -> None:
+        """Sites have masked these vectors, with the same U1 and U2 as this one."""
+        ctx, agreed = self.attempt.context, self._received.agreed
+        self._check_signatures(
+            [
+                Masked(ctx, site, digest, agreed, complaints, signature)
+                for site, digest, complaints, signature in statements
+            ]
+        )
 
     def _check_earlier(self, survivors: tuple[str, ...]) -> None:
         earlier = self._past.answered
@@ -597,7 +605,7 @@ class SecureSite:
         ctx = self.attempt.context
         shown, _ = self._done[Step.CONFIRM]
         assert isinstance(shown, Survivors), "the message of that step"
-        digest = survivors_digest(self._received.agreed, request.survivors, shown.digests)
+        digest = survivors_digest(self._received.agreed, request.survivors, _digests(shown))
         signers = tuple(site for site, _ in request.signatures)
         check_names("signatures", signers)
         self._check_within("signatures", signers, request.survivors)
@@ -632,13 +640,11 @@ class SecureSite:
             raise MemberError(
                 "statements", wrong, expected="that of each survivor whose share is wanted, sorted by name"
             )
-        ctx = self.attempt.context
-        self._check_signatures(
-            [
-                Masked(ctx, site, digest, self._received.agreed, complaints, signature)
-                for site, digest, complaints, signature in request.statements
-            ]
-        )
+        self._check_stated(request.statements)
+        shown, _ = self._done[Step.CONFIRM]
+        assert isinstance(shown, Survivors), "the message of that step"
+        if shown.statements and not set(shown.statements).issuperset(request.statements):
+            raise AgreementError("statements", expected="those that were shown with the survivors")
 
     # All steps.
 
@@ -674,3 +680,8 @@ class SecureSite:
         signed = self._sign(reply)
         self._done[signed.STEP] = (request, signed)
         return signed
+
+
+def _digests(survivors: Survivors) -> tuple[bytes, ...]:
+    """Of the masked vectors in a list of survivors, where vectors are sketched."""
+    return tuple(digest for _, digest, *_ in survivors.statements)

@@ -1,4 +1,5 @@
-"""The secure sum: the coordinator learns the sum of the sites' vectors modulo 2^b, and nothing else, even if it lies.
+"""The secure sum: the coordinator learns the sum of the sites' vectors modulo 2^b, and nothing else, even if it lies;
+where the contract says so, it also learns a sketch of each vector.
 
 After Bonawitz et al. 2017 ("Practical secure aggregation", the malicious-server variant with a consistency step), with
 the graph of Bell et al. 2020 above 64 sites, in its malicious variant. n sites, at most A of them colluding with the
@@ -20,8 +21,9 @@ parties must agree on about this attempt (`Attempt.context`). The steps are thos
    with y the keys of U1 and the list U2, and names the sites whose share it cannot open. U3 are the sites whose upload
    is complete.
 5. Consistency. A site checks U3 (5a-5d) and signs it, with U1 and U2, once. Where the contract has sketches, it also
-   checks the digests of all masked vectors (5e), signs them too, and sends the coordinator a sketch of its vector under
-   the seed that follows from them; the coordinator ends the attempt if one is too long, before any share is revealed.
+   checks the signatures under the digests of all masked vectors (5e), signs those too, and sends the coordinator a
+   sketch of its vector under the seed that follows from them. If one is too long, the coordinator ends the attempt,
+   before any share is revealed.
 6. Unmask. Shown enough signatures under the one list that it signed itself, and for each survivor whose share it holds
    a statement that the survivor masked with the same U1 and U2 (6a-6e), a site writes a durable mark that it has
    answered, and only then reveals the share of b of each survivor, or that of s of each dropout: never both.
@@ -182,8 +184,8 @@ def survivors_digest(sharers: bytes, survivors: tuple[str, ...], digests: tuple[
 
 
 def sketch_seed(survivors: bytes) -> bytes:
-    """The public seed of the sketches of an attempt, from `survivors_digest`: nobody knows it before all vectors are
-    fixed, because the digest of each one depends on a mask that its site has drawn."""
+    """The public seed of the sketches of an attempt, from `survivors_digest`: nobody knows it before the last honest
+    vector was masked and signed, because its digest depends on a mask that its site has drawn."""
     return hashlib.sha256(pack("sketch", survivors)).digest()
 
 
@@ -269,7 +271,7 @@ def traffic(parameters: Parameters, name_length: int, sketch: int = 0) -> tuple[
         Begin(1, 1, key),
         Peers(key, (own,) * n),
         Inbox(key, names, sealed, ((name, key, key),) * k),
-        Survivors(key, names, (key,) * n if sketch else ()),
+        Survivors(key, names, ((name, key, (), signature),) * n if sketch else ()),
         Unmask(
             key,
             names,

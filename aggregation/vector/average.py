@@ -130,7 +130,7 @@ class SumLayout:
             return None if math.isinf(self.most_norm) else Lengths(self.size, self.most_norm)
         if self.blocks is None:  # rounding moves each by less than a step
             longest = self.ring.scale * self.norm_bound + math.sqrt(self.size)
-            return Lengths(self.size, longest)
+            return Lengths(self.size, longest, unit=self.ring.scale)
         assert bounds is not None, "a compressed sum has a bound for each block"
         return self.blocks.lengths(self.norm_bound, bounds)
 

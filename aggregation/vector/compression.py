@@ -71,11 +71,13 @@ class BlockCode:
         values: d, values of an update.
         seed: Of the public signs.
         ring: The ring; its `bound` is not used.
+        most_kept_share: Share of the L steps beyond which a residual is cut; one step is never cut.
     """
 
     values: int
     seed: int
     ring: Ring
+    most_kept_share: float = MOST_KEPT
 
     @property
     def blocks(self) -> int:
@@ -90,7 +92,7 @@ class BlockCode:
     @property
     def most_kept(self) -> float:
         """M: steps beyond which a residual is cut."""
-        return max(1.0, MOST_KEPT * self.ring.levels)
+        return max(1.0, self.most_kept_share * self.ring.levels)
 
     @property
     def unit(self) -> float:
@@ -106,7 +108,8 @@ class BlockCode:
         """How long an honest coded update is, with its blocks weighed so that all have about the same steps of values.
 
         A block's integers times B_j / L are its values. So the weight of block j is B_j over the largest, in whole
-        steps of 1 / `FINEST`, from 1 on. Rounding moves an element by less than a step, and a residual by at most M.
+        steps of 1 / `FINEST`, from 1 on. Rounding moves an element by less than a step, and a residual by at most M:
+        with B_j of at most c T / sqrt(d) each, that is c (1 + M) / L times T.
 
         Args:
             norm: Largest L2 norm of an update.
@@ -116,7 +119,8 @@ class BlockCode:
         weights = np.maximum(np.rint(FINEST * own / own.max()), 1)
         steps = float((weights / own).max()) * self.ring.levels * norm * _FLOATS
         beside = math.sqrt(ROTATED * float(weights @ weights)) * (1 + self.most_kept)
-        return Lengths(self.size, steps + beside, weights.astype(np.int64))
+        unit = FINEST * self.ring.levels / float(own.max())
+        return Lengths(self.size, steps + beside, weights.astype(np.int64), unit)
 
     def encode(
         self,

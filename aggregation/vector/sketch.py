@@ -67,6 +67,13 @@ class Lengths:
     """Largest L2 norm of an honest vector's integers, each times its weight."""
     weights: Integers | None = None
     """What the elements of each block of 2^14 are multiplied by, from 1 on; None: 1."""
+    unit: float = 1.0
+    """Weighted steps in an update of norm 1."""
+
+    @property
+    def bound(self) -> float:
+        """T': `longest` as the norm of an update, with the room for its rounding."""
+        return self.longest / self.unit
 
     @property
     def most(self) -> float:

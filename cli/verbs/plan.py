@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.aggregation.features.feature import Basis
-from cloister.aggregation.features.norm_bound import bound_of, signal_share
-from cloister.aggregation.vector.sketch import REACH
+from cloister.aggregation.features.norm_bound import bound_of, by_steps, signal_share
+from cloister.aggregation.features.registry import norm_of_update
+from cloister.aggregation.vector.sketch import REACH, ROWS
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import relation, tells, thing, unit
@@ -163,7 +164,11 @@ def _check(arguments: argparse.Namespace) -> int:
     console = PipedConsole()
     _print_plan(console, plan)
     counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
-    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate), bound_rows(plan, bound)]
+    sections: list[Iterable[tuple[str, str]]] = [
+        counted,
+        _of_round(plan, estimate),
+        bound_rows(plan, bound, counts.summed),
+    ]
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
     _print_cost(console, plan, sections)
@@ -175,21 +180,29 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
-    """The bound on an update's norm, and what a lying site adds at most, in the longest signals of an honest one."""
+    """The bound on an update's norm, that with the room for its rounding, and what a lying site adds at most, in the
+    longest signals of an honest one."""
     if plan.aggregation.norm_bound is None:
         return {}
     basis = Basis(plan, counts.summed, most=counts.trained)
+    bound, most = bound_of(basis), norm_of_update(basis)
+    honest = min(bound, by_steps(basis)) * signal_share(basis)
     reach = REACH if plan.aggregation.secure else 1.0
-    return {"norm_bound": bound_of(basis), "liar_reach": reach / signal_share(basis)}
+    found = {"norm_bound": bound, "norm_bound_with_rounding": most, "liar_reach": reach * most / honest}
+    return found | ({"sketched": plan.cohort.attempts * ROWS} if plan.sketches else {})
 
 
-def bound_rows(plan: Plan, bound: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def bound_rows(plan: Plan, bound: Mapping[str, float], summed: int) -> Iterator[tuple[str, str]]:
     """The bound on the length of updates, if there is one."""
     if bound:
         yield "bound on an update's L2 norm", f"{bound['norm_bound']:.4g}"
-        times = f"{REACH:g} times that" if plan.aggregation.secure else "that"
+        yield "with room for its rounding, at most", f"{bound['norm_bound_with_rounding']:.4g}"
+        times = f"{REACH:g} times the latter" if plan.aggregation.secure else "the latter"
         signals = f"{bound['liar_reach']:.3g} longest signals of an honest one"
         yield "a lying site adds at most", f"{times}: as much as {signals}"
+        if "sketched" in bound:
+            shown = f"{bound['sketched']:,.0f} of {summed:,}, in {plan.cohort.attempts} attempts"
+            yield "numbers that sketches show of an update, at most", shown
 
 
 def _records(plan: Plan) -> tuple[dict[str, int], str]:
@@ -278,8 +291,10 @@ def warnings(plan: Plan) -> list[str]:
     if plan.privacy.unit == "none":
         found.append("no privacy unit: the model may repeat its training data")
     if plan.sketches:
+        attempts = plan.cohort.attempts
         found.append(
-            "aggregation.norm_bound: the coordinator sees 128 numbers of each site's own noised update"
+            f"aggregation.norm_bound: the coordinator sees up to {attempts * ROWS:,} numbers of each site's own noised "
+            f"update, {ROWS} in each of {attempts} attempts; they tell of the site as a whole"
         )
     if not plan.aggregation.secure:
         found.append("the sum is in clear: the coordinator sees every site's update")

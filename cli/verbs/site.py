@@ -149,7 +149,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if config.identity:
         check_private(Path(config.identity), "identity")
     policy = load_policy(Path(config.policy)) if config.policy else Policy()
-    policy.check_package(plan)  # before it sees a record
+    policy.check_listed(plan)  # before it sees a record
     devices = None
     if arguments.only != "data" and plan.question is None:  # which one process answers
         from cloister.cli.verbs.devices import Devices

@@ -87,8 +87,8 @@ class Admission:
         if self._config.policy:
             self.check_policy(plan, run, terms_of(plan, count_parameters(plan).trained))
 
-    def check_package(self, plan: Plan) -> None:
-        """Refuse a package that the policy does not list, or that is another one than the plan's.
+    def check_listed(self, plan: Plan) -> None:
+        """Refuse what the policy does not list: sketches, and a package; or one that is another than the plan's.
 
         Raises:
             PolicyError: the site has no policy that lists it.
@@ -96,9 +96,9 @@ class Admission:
             PackageError: it is absent, another one, or installed in place, where its files change unseen.
         """
         named = list(plan.registered())
-        if not named:
+        if not named and not plan.sketches:
             return
-        (self.policy() or Policy()).check_package(plan)
+        (self.policy() or Policy()).check_listed(plan)
         for field, name, pinned in named:
             package = name.partition(":")[0]
             if check(field, package, (pinned.version, pinned.sha256)).editable:

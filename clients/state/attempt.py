@@ -126,7 +126,7 @@ class Attempts:
             site.answered = reveal
             answer = _handle(site, told)
             if step is Step.CONFIRM and self._contract.sketches:
-                state = self._count_sketch(files, state, kept, round_number)
+                state = self._count_sketch(files, state, kept)
             if step is Step.UNMASK:
                 files.keep_revealed(files.state(self._known), to_bytes(told), to_bytes(answer))
                 self._remember(files.end(files.state(self._known)), None)
@@ -136,7 +136,7 @@ class Attempts:
             return site.sketched(sketch(site.seed))
         return answer
 
-    def _count_sketch(self, files: AttemptFiles, state: State, kept: Kept, round_number: int) -> State:
+    def _count_sketch(self, files: AttemptFiles, state: State, kept: Kept) -> State:
         """Count the sketch of an attempt, once and before it is made.
 
         Raises:
@@ -144,15 +144,15 @@ class Attempts:
         """
         if any(step == Step.CONFIRM for step, _ in kept.log):
             return state
-        about, count = state.marks.sketched
-        if about == round_number and count >= self._most_sketches:
+        *about, count = state.marks.sketched
+        if about[0] == kept.now[0] and about[1] != kept.now[1] and count >= self._most_sketches:
             raise AnsweredError(
                 "sketches of one update",
                 count,
                 expected=f"at most {self._most_sketches} (cohort.attempts): each shows the coordinator more of it",
                 fix="continue with the next round",
             )
-        return files.mark_sketched(state, round_number)
+        return files.mark_sketched(state)
 
     def masked_in(self, round_number: int) -> bool:
         """Whether the site has masked a vector of a round, which may be in a sum that was opened."""

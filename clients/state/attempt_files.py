@@ -68,8 +68,8 @@ class Marks:
     """Number of writes before this one."""
     masked: int = -1
     """The round for which the site masked a vector last; -1: none. The vector may have been opened in a sum since."""
-    sketched: tuple[int, int] = (0, 0)
-    """The round for which the site made a sketch last, and the attempts at it in which it has made one."""
+    sketched: tuple[int, int, int] = (0, 0, 0)
+    """The round and attempt for which the site made a sketch last, and the attempts at that round in which it has."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,15 @@ class AttemptFiles:
             return state
         return replace(state, marks=self._mark(replace(state.marks, masked=round_number)))
 
-    def mark_sketched(self, state: State, round_number: int) -> State:
-        """Record durably that the site sends a sketch of its vector of a round in one more attempt."""
-        round_, count = state.marks.sketched
-        count = count + 1 if round_ == round_number else 1
-        return replace(state, marks=self._mark(replace(state.marks, sketched=(round_number, count))))
+    def mark_sketched(self, state: State) -> State:
+        """Record durably that the site sends a sketch of its vector in the attempt that it has joined, unless it is
+        recorded."""
+        marks = _sketched_in(state.marks, state.marks.joined)
+        if marks == state.marks:
+            with on_disk(self._folder):
+                sync(self._marks)  # as in `mark_masked`
+            return state
+        return replace(state, marks=self._mark(marks))
 
     def keep_revealed(self, state: State, request: bytes, answer: bytes) -> None:
         """Keep the answer to a request for shares, which is marked, durably; it replaces the previous one.
@@ -251,10 +255,8 @@ class AttemptFiles:
         if kept is None or kept.newest[0] == kept.now[0] or any(step == MASKED for step, _ in kept.log):
             # It, or an attempt before it, may have masked a vector of that round: so it has.
             marks = replace(marks, masked=max(marks.masked, joined[0]))
-        round_, count = marks.sketched
         # The lost write may have been that of one more sketch.
-        sketched = (joined[0], count + 1 if round_ == joined[0] else 1)
-        marks = replace(marks, joined=joined, sketched=sketched)
+        marks = _sketched_in(replace(marks, joined=joined), joined)
         content = _content(self._read_revealed())
         if content == _NOTHING:
             return marks
@@ -344,6 +346,14 @@ def _fields(answered: Answered | None) -> tuple[Value, ...]:
     return (answered.round, answered.attempt, answered.survivors) if answered else ()
 
 
+def _sketched_in(marks: Marks, joined: tuple[int, int]) -> Marks:
+    """The marks, where a sketch is sent in an attempt."""
+    round_, attempt, count = marks.sketched
+    if (round_, attempt) == joined:
+        return marks
+    return replace(marks, sketched=(*joined, count + 1 if round_ == joined[0] else 1))
+
+
 def _slot(marks: Marks) -> bytes:
     frame = _frame(
         pack(marks.writes, *marks.joined, marks.masked + 1, *marks.sketched, *_fields(marks.answered))
@@ -355,14 +365,14 @@ def _marks_in(run: str, slot: bytes) -> Marks | None:
     """The marks in a slot; None if it is damaged."""
     content = _content(slot)
     match unpack(content) if content else ():
-        case (int(writes), int(a), int(b), int(masked), int(c), int(d), *rest):
+        case (int(writes), int(a), int(b), int(masked), int(c), int(d), int(e), *rest):
             answered = None
             match rest:
                 case (int(round_), int(attempt), bytes(survivors)):
                     answered = Answered(run, round_, attempt, survivors)
                 case [_, *_]:
                     return None
-            return Marks((a, b), answered, writes, masked - 1, (c, d))
+            return Marks((a, b), answered, writes, masked - 1, (c, d, e))
     return None
 
 

@@ -57,8 +57,11 @@ class Policy(Section):
     secure_required: bool = True
     """Accept only sums under masks."""
     sketches: bool = False
-    """Accept a plan in which the site sends a sketch of its own update (`aggregation.norm_bound` under masks): 128
-    numbers, which show the coordinator something of that update, whose privacy unit covers them."""
+    """Accept a plan in which the site sends sketches of its own update (`aggregation.norm_bound` under masks): 128
+    numbers in each attempt at a round, at most `cohort.attempts` times. The unit of privacy, a record or an owner,
+    covers them, because the update has its noise. They show the coordinator something of the site as a whole, which the
+    unit does not cover, and which otherwise the other sites' updates hide. A site without a policy refuses such a
+    plan."""
     roster_hash: Annotated[
         str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
     ] = ""
@@ -127,12 +130,14 @@ class Policy(Section):
                 )
         return self
 
-    def check_package(self, plan: Plan) -> None:
-        """Refuse a plan that names something of a package that is not listed; nothing is imported before.
+    def check_listed(self, plan: Plan) -> None:
+        """Refuse what a site accepts only if its policy says so: sketches, and something of a package that is not
+        listed; nothing is imported before.
 
         Raises:
-            PolicyError: it is not listed.
+            PolicyError: the policy does not say so.
         """
+        self._check_sketches(plan)
         for _, name, _ in plan.registered():
             package = name.partition(":")[0]
             if package not in self.packages:
@@ -187,8 +192,7 @@ class Policy(Section):
             _refuse("least_cohort", what, cohort, f"at least {self.least_cohort}")
         if self.secure_required and plan.aggregation.secure is not True:
             _refuse("secure_required", "aggregation.secure", plan.aggregation.secure, "true")
-        if not self.sketches and plan.sketches:
-            _refuse("sketches", "aggregation.norm_bound", plan.aggregation.norm_bound, "no value")
+        self._check_sketches(plan)
         if self.roster_hash and roster_hash.lower() != self.roster_hash.lower():
             _refuse("roster_hash", "roster hash", roster_hash, self.roster_hash)
         named = of_sequences(plan)  # a question about fields has neither
@@ -210,6 +214,10 @@ class Policy(Section):
         if self.greatest_epsilon is not None and not epsilon <= self.greatest_epsilon:
             what = "epsilon of the site's data after the run"
             _refuse("greatest_epsilon", what, epsilon, f"at most {self.greatest_epsilon}")
+
+    def _check_sketches(self, plan: Plan) -> None:
+        if plan.sketches and not self.sketches:
+            _refuse("sketches", "aggregation.norm_bound", plan.aggregation.norm_bound, "no value")
 
     def _check_questions(self, plan: Plan, asked: float) -> None:
         """Refuse a kind of questions that is not listed, and one that costs too much; as for `check`."""

@@ -60,7 +60,6 @@ class Elements(NamedTuple):
 Name: TypeAlias = Annotated[str, Limit(64)]
 Names: TypeAlias = Annotated[tuple[Name, ...], Limit(LARGEST)]
 Digest: TypeAlias = Annotated[bytes, Limit(32, 32)]
-Digests: TypeAlias = Annotated[tuple[Digest, ...], Limit(LARGEST)]
 Key: TypeAlias = Annotated[bytes, Limit(32, 32)]
 Signature: TypeAlias = Annotated[bytes, Limit(64)]
 """Of Ed25519, 64 bytes; empty in a message that is not signed yet."""
@@ -70,6 +69,8 @@ Hashes: TypeAlias = Annotated[tuple[tuple[Name, Digest, Digest], ...], Limit(LAR
 """A site's name, and the hashes of the shares of b and of s that it holds, or that it made."""
 Revealed: TypeAlias = Annotated[tuple[tuple[Name, Annotated[bytes, Limit(64)]], ...], Limit(LARGEST)]
 """A site's name and a share of one of its secrets."""
+Statements: TypeAlias = Annotated[tuple[tuple[Name, Digest, Names, Signature], ...], Limit(LARGEST)]
+"""(site, digest, complaints, signature) of the `Masked` of sites."""
 Floats: TypeAlias = Annotated[npt.NDArray[np.float32], Elements(("float32",))]
 Ring: TypeAlias = Annotated[npt.NDArray[np.unsignedinteger[Any]], Elements(("uint8", "uint16", "uint32"))]
 
@@ -317,8 +318,8 @@ class Survivors:
     context: Digest
     survivors: Names
     """U3, sorted."""
-    digests: Digests = ()
-    """Where vectors are sketched: the digest of the masked vector of each survivor, in their order; otherwise none."""
+    statements: Statements = ()
+    """Where vectors are sketched: those of all survivors, in their order; otherwise none."""
 
 
 @dataclass(frozen=True)
@@ -372,9 +373,8 @@ class Unmask:
     """U2 without U3, sorted: the share of s is wanted."""
     signatures: Annotated[tuple[tuple[Name, Signature], ...], Limit(LARGEST)]
     """(site, its signature of `Confirm`), sorted by site."""
-    statements: Annotated[tuple[tuple[Name, Digest, Names, Signature], ...], Limit(LARGEST)]
-    """(site, digest, complaints, signature) of the `Masked` of each survivor whose share of b the recipient holds;
-    sorted by site."""
+    statements: Statements
+    """Those of each survivor whose share of b the recipient holds; sorted by site."""
 
 
 @dataclass(frozen=True)

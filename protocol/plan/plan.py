@@ -556,7 +556,8 @@ class AggregationSection(PlanSection):
             fix='set cohort.mode = "sync", or aggregation.secure = false if the coordinator may see every update',
         ),
     ] = True
-    """Sum under masks, so that the coordinator learns only the total; if false, the coordinator sees every update."""
+    """Sum under masks, so that the coordinator learns only the total (and sketches, with `norm_bound`); if false, the
+    coordinator sees every update."""
     colluders: BelowOne = 0.1
     """Largest fraction of the federation's sites that may collude with the coordinator against the other sites."""
     dropouts: BelowOne = 0.1
@@ -581,12 +582,14 @@ class AggregationSection(PlanSection):
     `privacy.clip`."""
     compression: Annotated[CompressionSection | None, Only("aggregation.ring_bits", (8, 16))] = None
     """Compress updates, with `ring_bits` 8 or 16; None: updates are summed in the steps of `bound`."""
-    norm_bound: Literal["auto"] | Clip | None = None
-    """Largest L2 norm of a site's update in one round. Each site scales its update down to it, and the sum checks it:
-    under masks by a sketch that each site sends the coordinator, 128 numbers that show something of that one update. So
-    under masks it needs the privacy unit `record` or `owner`, and each site's policy must accept it. Sites that lie in
-    their updates then add at most three times the bound each. `auto`: what the steps of a round can move the model.
-    None: no bound."""
+    norm_bound: Annotated[
+        Literal["auto"] | Clip | None, InWords('"auto", or a number from 1e-06 to 1e+06')
+    ] = None
+    """Largest L2 norm of a site's update in one round. Each site scales its update down to it, and the sum checks it.
+    Under masks each site sends the coordinator a sketch in each attempt: 128 numbers that show something of that one
+    update, and of the site as a whole. So it needs the privacy unit `record` or `owner` there, and each site's policy
+    must accept it. A site that lies in its update then adds at most three times the bound and its room for rounding.
+    `auto`: what the steps of a round can move the model. None: no bound."""
     part: Annotated[Fraction, _UNCORRELATED] = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other
     parameters keep their values. The parameters outside of the layers are one more block. A round sends, and adds noise

@@ -143,8 +143,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             failures += 1
             apart, dropped = course.apart, _without(doubted) or course.dropped
             trainings |= course.trainings
-            noted = course.noted
-            turns += bool(doubted)
+            turns, noted = turns + bool(doubted), course.noted
             before, doubted = doubted, _doubted(party, wanted, cohort, out, turns)
             if course.too_long or (course.unopened and (course.complained or (doubted and not before))):
                 # It tells of a liar, or of a pair with one, that was not known: this ends before there are no more. Or
@@ -154,8 +153,10 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
                 out = out | course.unopened if course.unopened else out - barred
             reason = f"group {shown_group}: {error}" if shown_group else str(error)
             _note_failed(attempt, course, reason)
-            if isinstance(error, UpdateError):
-                return Failed(failures, bound=True, spoiled=reason)
+            if isinstance(error, UpdateError) or (
+                course.too_long and unmasking
+            ):  # which needs the site that is out
+                return Failed(failures, bound=True, spoiled=reason * isinstance(error, UpdateError))
             continue
         if timed := party.features.timed(trainings | course.trainings):
             journal.record(number, attempt.number, steps.MEASURED, timed)

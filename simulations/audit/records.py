@@ -142,7 +142,7 @@ class RecordGame:
         )
         first, second = TrainedBy(planted), TrainedBy(partial(Repeating, observed=observed))
         name = self.site.name
-        simulated = Simulated(noise=partial(noises, name), bases=self.folder, packages=True)
+        simulated = Simulated(noise=partial(noises, name), bases=self.folder, one_owner=True)
         site = Site(self._config("first", plan, records=True), first, simulated=simulated)
         empty = replace(
             simulated, noise=partial(noises, f"{name} without records"), sequences=lambda: prepared(plan, 0)

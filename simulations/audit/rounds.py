@@ -285,7 +285,7 @@ class Federation:
 
         def simulated(name: str) -> Simulated:
             member = _Member(name, plan, turn, update, noised, noises)
-            return Simulated(noise=member.noise, bases=folder, sequences=member.sequences, packages=True)
+            return Simulated(noise=member.noise, bases=folder, sequences=member.sequences, one_owner=True)
 
         roster, sites = gathered(folder, plan, self.site, resident, simulated)
         channel = InProcess(sites)

@@ -69,10 +69,23 @@ def test_a_check_says_what_a_bound_on_updates_is_worth(
     given = set_options([*UNIT, "aggregation.norm_bound=2.0", "local.batch_size=4", "local.accumulation=1"])
     checked = found(capsys, "plan", "check", str(small_plan), *given)
     share = 1 / math.sqrt(1 + (checked["noise_multiplier"] / 4) ** 2 * checked["trained_parameters"])
-    assert (checked["norm_bound"], checked["liar_reach"]) == (2.0, pytest.approx(3 / share))
+    assert checked["norm_bound"] == 2.0
+    with_room = checked["norm_bound_with_rounding"]
+    assert 2.0 < with_room < 2.001
+    auto = found(
+        capsys, "plan", "check", str(small_plan), *given, *set_options(["aggregation.norm_bound=auto"])
+    )
+    honest = share * min(2.0, auto["norm_bound"])
+    assert checked["liar_reach"] == pytest.approx(3 * with_room / honest)
+    assert auto["liar_reach"] == pytest.approx(3 / share, rel=1e-3)
+    assert checked["sketched"] == 128 * 3
     shown = done(capsys, "plan", "check", str(small_plan), *given)
     assert re.search(r"bound on an update's L2 norm +│ +2 ", shown)
-    assert "the coordinator sees 128 numbers of each site's own noised update" in shown
+    assert "the coordinator sees up to 384 numbers of each site's own noised update" in shown
+    line = refusal(
+        capsys, "plan", "check", str(small_plan), *set_options([*UNIT, "aggregation.norm_bound=0"])
+    )
+    assert '"auto", or a number from 1e-06 to 1e+06' in line
     without = found(capsys, "plan", "check", str(small_plan), *set_options(UNIT))
     assert without.keys().isdisjoint({"norm_bound", "liar_reach"})
     more = checked["overhead_bytes_up"] - without["overhead_bytes_up"]

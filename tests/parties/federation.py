@@ -275,7 +275,8 @@ class Federation:
             (home / "policy.toml").write_text(policy)
             config["policy"] = str(home / "policy.toml")
         changed_config = read_config(home / "site.toml").model_copy(update=config)
-        simulated = Simulated(dataset=DatasetLedger.of(self.plan))
+        owned = self.plan.sketches and not policy  # which a site without a policy refuses otherwise
+        simulated = Simulated(dataset=DatasetLedger.of(self.plan), one_owner=owned)
         if noise is not None:
             simulated = replace(simulated, noise=noise)
         return Site(changed_config, resident or self.resident, simulated=simulated)

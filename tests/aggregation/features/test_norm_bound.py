@@ -10,23 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.aggregation.features.compression import LEAST_BOUND, Scales
+from cloister.aggregation.features.feature import Basis
 from cloister.aggregation.features.norm_bound import Bounded, bound_of
+from cloister.aggregation.features.registry import layout_of, norm_of_update
 from cloister.aggregation.secure.secure_sum import sketch_seed
 from cloister.aggregation.secure.sketches import Sketches
 from cloister.aggregation.sums import Sums
-from cloister.aggregation.vector.sketch import Lengths, from_bytes, to_bytes
+from cloister.aggregation.vector.rotation import ROTATED
+from cloister.aggregation.vector.sketch import REACH, Lengths, from_bytes, to_bytes
 from cloister.aggregation.vector.span import manifest_of
+from cloister.clients.consent.admission import Admission
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.kept import Written
+from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import SpoiledError
-from cloister.protocol.messages.messages import Agree, Confirm, Reply, Request, SumId
+from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError
+from cloister.protocol.identity.audit_log import AuditLog, Fact
+from cloister.protocol.messages.messages import Agree, Confirm, Reply, Request, SumId, Survivors
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import AttemptFailed, RoundAbandoned, RoundDone, SiteFailed
 from cloister.server.run import run
 from cloister.tests.parties.federation import RECORD, Federation, tiny
 from cloister.tests.scenarios.test_compressed_run import Run
+from cloister.tests.tools.raises import raises
 
 IN_CLEAR = [*RECORD, "aggregation.norm_bound=auto", "run.rounds=2"]
 BOUNDED = [*IN_CLEAR, "aggregation.secure=true"]
@@ -40,7 +48,7 @@ class Declared(Run):
         super().__init__(path, *settings)
         for name, make in self.channel.sites.items():
             base = NoiseStream.from_declared_seed(1).child(name)
-            noise = Simulated(noise=lambda number, base=base: base.child(str(number)))  # type: ignore[misc]
+            noise = Simulated(noise=lambda number, base=base: base.child(str(number)), one_owner=True)  # type: ignore[misc]
             self.channel.sites[name] = partial(make, simulated=noise)  # type: ignore[call-arg]  # it makes a `Site`
 
 
@@ -148,8 +156,8 @@ class Liar:
             vector[:size] += effect
             return Written(manifest_of([(0, vector)]), [(0, vector)])
 
-        def claimed(site: Site, about: SumId, seed: bytes) -> bytes:
-            true = sketch(site, about, seed)
+        def claimed(site: Site, about: SumId, tries: int, seed: bytes) -> bytes:
+            true = sketch(site, about, tries, seed)
             if site.name != self.name or not honest:
                 return true
             return to_bytes(from_bytes(true) + lengths.sketch([(0, effect)], seed))
@@ -271,4 +279,80 @@ def test_a_site_makes_as_many_sketches_of_an_update_as_the_plan_has_attempts(tmp
     # A coordinator that goes on all the same gets no third one: see also test_attempts.py.
     (folder,) = (lost.sites_folder / name).glob("**/secure/train")
     with AttemptFiles.turn(folder, "") as files:
-        assert files.state(None).marks.sketched == (3, 1)
+        assert files.state(None).marks.sketched == (3, 1, 1)
+
+
+@pytest.mark.parametrize(("bits", "liars"), [(8, 2), (16, 4)])
+@pytest.mark.parametrize("place", ["everywhere", "one block"])
+def test_liars_that_fill_the_room_for_rounding_make_no_larger_room(bits: int, liars: int, place: str) -> None:
+    """Bounds of blocks follow the mean, and the room follows the bounds: without a limit both grow in each round."""
+    changes = [f"aggregation.ring_bits={bits}", "aggregation.compression={}", "aggregation.norm_bound=1.0"]
+    plan, size = tiny(*BOUNDED, *changes, "cohort.sites=8"), 20 * ROTATED
+    basis = Basis(plan, size)
+    layout, most = layout_of(basis), norm_of_update(basis)
+    direction = np.ones(size) if place == "everywhere" else np.eye(20)[3].repeat(ROTATED)
+    grown = []
+    for limit in (1.0, math.inf):
+        scales, norms = Scales.first(plan, size, limit), []
+        for _ in range(12):
+            bounds = np.maximum(scales.bounds, scales.bounds.max() * LEAST_BOUND)
+            lengths = layout.lengths(bounds)
+            assert lengths is not None
+            norms.append(lengths.bound)
+            mean = direction / np.linalg.norm(direction) * REACH * liars * lengths.bound / 8
+            scales = scales.after(plan, mean.astype(np.float32), 8, 1.0, None, limit)
+        grown.append(max(norms))
+    assert grown[0] <= most
+    assert bits == 16 or grown[1] > 1.5 * most, "without the limit"
+
+
+# What a site's people allow, and see.
+
+
+def test_a_site_without_a_policy_sends_no_sketch(tmp_path: Path) -> None:
+    """But in a simulation, all of whose sites one person has started."""
+    asked = federation(tmp_path)
+    config = asked.site().config
+    with raises(PolicyError, "aggregation.norm_bound"):
+        Site(config, asked.resident).join(asked.join_request())
+    Site(config, asked.resident, simulated=Simulated(one_owner=True)).join(asked.join_request())
+
+
+def test_no_sketch_leaves_after_the_policy_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = federation(tmp_path, "cohort.attempts=1")
+    allowed, sent = [True], []
+    monkeypatch.setattr(Admission, "policy", lambda _self: Policy(units=("record",), sketches=allowed[0]))
+
+    def before(_site: str, request: Request) -> None:
+        allowed[0] = not (isinstance(request, Agree) and isinstance(request.told, Survivors))
+
+    def watch(_step: str, reply: Reply) -> Reply:
+        sent.extend([reply] if isinstance(reply, Confirm) else [])
+        return reply
+
+    changed.channel.before, changed.channel.tamper = before, watch
+    with pytest.raises(QuorumError):
+        go(changed, tmp_path)
+    assert not sent
+
+
+def test_the_audit_log_has_a_line_for_each_sketch(tmp_path: Path) -> None:
+    class Lines(AuditLog):
+        def __init__(self) -> None:
+            self.facts: list[Fact] = []
+
+        def __bool__(self) -> bool:
+            return True
+
+        def record(self, *facts: Fact) -> None:
+            self.facts.extend(facts)
+
+    logged, lines = federation(tmp_path, "run.rounds=2"), Lines()
+    name, alone = logged.names[0], Simulated(one_owner=True)
+    config = logged.site().config
+    logged.channel.sites[name] = lambda: Site(config, logged.resident, simulated=alone, audit_log=lines)
+    go(logged, tmp_path)
+    released = [(fact.round, fact.detail.partition(",")[0]) for fact in lines.facts if fact.what == "release"]
+    assert released == [(1, "train"), (1, "sketch"), (2, "train"), (2, "sketch")]

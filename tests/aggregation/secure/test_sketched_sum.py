@@ -36,7 +36,7 @@ from cloister.protocol.errors import (
     StepError,
     UpdateError,
 )
-from cloister.protocol.messages.messages import Confirm, Sketched, Survivors
+from cloister.protocol.messages.messages import Confirm, Masked, Sketched, Survivors
 from cloister.tests.parties.protocol_parties import LENGTH, Parties, carried, signed
 from cloister.tests.tools.raises import raises
 
@@ -323,46 +323,72 @@ def to_survivors(parties: Parties) -> Survivors:
     return parties.upload(parties.share(parties.advertise()))
 
 
-def test_a_site_sketches_under_one_seed_which_depends_on_its_own_vector() -> None:
+def other_statement(parties: Parties, name: str) -> Masked:
+    """What a site could have signed in this attempt, of another vector."""
+    (said,) = (reply for reply in parties.said[name] if isinstance(reply, Masked))
+    return dataclasses.replace(said, digest=bytes(32))
+
+
+def shown_with(survivors: Survivors, message: Masked) -> Survivors:
+    """The list of survivors with another statement of one site."""
+    changed = (message.site, message.digest, message.complaints, message.signature)
+    kept = (each if each[0] != message.site else changed for each in survivors.statements)
+    return dataclasses.replace(survivors, statements=tuple(kept))
+
+
+def test_a_site_sketches_under_one_seed_which_all_survivors_have_signed() -> None:
     parties = Liars()
     survivors = to_survivors(parties)
-    site = parties.sites[parties.names[0]]
+    name, other, *_ = parties.names
+    site = parties.sites[name]
     with raises(StepError, "sketch"):
         site.sketched(bytes(SKETCH_BYTES))
-    other = (bytes(32), *survivors.digests[1:])
     with raises(AgreementError, "digest of this site's vector"):
-        site.confirm(dataclasses.replace(survivors, digests=other))
-    for digests in ((), survivors.digests[1:], (*survivors.digests, bytes(32))):
-        with raises(MemberError, "digests of vectors"):
-            site.confirm(dataclasses.replace(survivors, digests=digests))
+        site.confirm(shown_with(survivors, signed(other_statement(parties, name))))
+    with raises(SignatureError, f"signature of {other}"):  # as a coordinator makes one
+        site.confirm(shown_with(survivors, other_statement(parties, other)))
+    stated = survivors.statements
+    for statements in ((), stated[1:], (*stated, stated[0]), stated[::-1]):
+        with raises(MemberError, "statements"):
+            site.confirm(dataclasses.replace(survivors, statements=statements))
     first = site.confirm(survivors)
     seed = site.seed
-    with raises(AgreementError, "digests of vectors"):
-        site.confirm(
-            dataclasses.replace(survivors, digests=(survivors.digests[0], bytes(32), *survivors.digests[2:]))
-        )
+    colluding = shown_with(survivors, signed(other_statement(parties, other)))
+    with raises(AgreementError, "statements"):
+        site.confirm(colluding)
     assert site.confirm(survivors) == first
     assert site.seed == seed
 
 
-class AnySeed(SecureSite):
+class AnyStatement(SecureSite):
     """Without check 5e."""
 
-    def _check_digests(self, survivors: Survivors) -> None:
+    def _check_statements(self, survivors: Survivors) -> None:
         pass
 
 
-def test_without_the_check_of_digests_a_coordinator_chooses_seeds_as_often_as_it_likes() -> None:
-    """With 30 values, one sketch of 128 sums gives the vector; with a million, each further one gives 128 sums more."""
-    parties = Liars(site=AnySeed)
+def test_without_the_check_of_statements_a_coordinator_chooses_the_seed_of_each_site() -> None:
+    parties = Liars(site=AnyStatement)
     survivors = to_survivors(parties)
-    site, seeds = parties.sites[parties.names[0]], set()
-    for number in range(5):
-        site._done.pop(5, None)  # type: ignore[call-overload]  # a step is an int
-        digests = (bytes([number] * 32), *survivors.digests[1:])
-        site.confirm(dataclasses.replace(survivors, digests=digests))
-        seeds.add(site.seed)
-    assert len(seeds) == 5
+    first, seeds = parties.names[0], set()
+    for name in parties.names:
+        invented = dataclasses.replace(other_statement(parties, first), digest=name.encode().ljust(32))
+        parties.sites[name].confirm(shown_with(survivors, invented))
+        seeds.add(parties.sites[name].seed)
+    assert len(seeds) == SITES
+
+
+def test_shares_are_asked_for_by_the_statements_that_were_shown() -> None:
+    """A site that works with the coordinator has signed two vectors."""
+    parties = Liars()
+    requests = parties.confirm(to_survivors(parties))
+    name, other, *_ = parties.names
+    message = signed(other_statement(parties, other))
+    changed = (message.site, message.digest, message.complaints, message.signature)
+    kept = (each if each[0] != other else changed for each in requests[name].statements)
+    with raises(AgreementError, "statements"):
+        parties.sites[name].unmask(dataclasses.replace(requests[name], statements=tuple(kept)))
+    assert not parties.marks[name]
 
 
 def test_a_sketch_is_of_this_attempt_of_its_own_site_and_signed() -> None:
@@ -390,10 +416,11 @@ def test_a_sketch_is_of_this_attempt_of_its_own_site_and_signed() -> None:
 def test_a_sum_without_sketches_takes_none() -> None:
     parties = Parties(SITES)
     survivors = to_survivors(parties)
-    assert survivors.digests == ()
+    assert survivors.statements == ()
     site = parties.sites[parties.names[0]]
-    with raises(MemberError, "digests of vectors"):
-        site.confirm(dataclasses.replace(survivors, digests=(bytes(32),) * SITES))
+    stated = parties.statements(parties.names)
+    with raises(MemberError, "statements"):
+        site.confirm(dataclasses.replace(survivors, statements=stated))
     site.confirm(survivors)
     with raises(StepError, "sketch"):
         site.sketched(bytes(SKETCH_BYTES))

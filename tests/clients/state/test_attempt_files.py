@@ -277,7 +277,7 @@ def test_a_damaged_slot_does_not_hide_that_a_vector_was_masked(
     damaged[state.marks.writes % 2 * 4096 + 10] ^= 1
     (folder / "marks").write_bytes(damaged)
     assert read(folder).marks == replace(
-        state.marks, writes=state.marks.writes - 1, joined=(1, first + begun), sketched=(1, 1)
+        state.marks, writes=state.marks.writes - 1, joined=(1, first + begun), sketched=(1, first + begun, 1)
     )
 
 
@@ -286,7 +286,7 @@ def test_sketches_are_counted_for_each_round_and_none_is_forgotten(folder: Path)
     for attempt, number in ((1, 1), (2, 1), (3, 1), (1, 2)):
         with turn(folder) as files:
             state = files.begin(files.state(None), Kept((0, 0), (number, attempt), SEED, (BEGIN,)))
-            files.mark_sketched(state, number)
+            files.mark_sketched(files.mark_sketched(state))
         counts.append(read(folder).marks.sketched)
         whole = (folder / "marks").read_bytes()
         for slot in (0, 1):
@@ -295,7 +295,7 @@ def test_sketches_are_counted_for_each_round_and_none_is_forgotten(folder: Path)
             (folder / "marks").write_bytes(damaged)
             assert read(folder).marks.sketched >= counts[-1]
         (folder / "marks").write_bytes(whole)
-    assert counts == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    assert counts == [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 1)]
 
 
 def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) -> None:
