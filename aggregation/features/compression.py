@@ -50,7 +50,7 @@ import errno
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -435,12 +435,12 @@ class _AtCoordinator(AtCoordinator):
         super().__init__(basis, given)
         self._heaviest = layout(basis).heaviest
         self._part = basis.part
-        self._norm_bound = bound_of(basis)
-        self._scales = self._next = Scales.first(basis.plan, basis.parameters, self._norm_bound)
+        self._basis = basis
+        self._scales = self._next = Scales.first(basis.plan, basis.parameters, bound_of(basis))
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
         told = self._scales.within(self._part((number,)))
-        if self._norm_bound < math.inf:
+        if self.plan.aggregation.norm_bound is not None:
             told = Scales(np.maximum(told.bounds, told.bounds.max() * LEAST_BOUND), told.multiple)
         return told.to_bytes()
 
@@ -453,7 +453,7 @@ class _AtCoordinator(AtCoordinator):
         one = self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
         clipped = sums[0].counters.get(CLIPPED) if one else None
         spans = self._part(sums[0].rounds)
-        weight, bound = statistics.median(weights), self._norm_bound
+        weight, bound = statistics.median(weights), bound_of(replace(self._basis, parameters=mean.size))
         made = self._scales.within(spans).after(self.plan, mean, sites, weight, clipped, bound)
         self._next = self._scales.spread(spans, made)
         return {}
