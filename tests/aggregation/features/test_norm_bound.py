@@ -28,10 +28,11 @@ from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.noise import NoiseStream
 from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError
 from cloister.protocol.identity.audit_log import AuditLog, Fact
-from cloister.protocol.messages.messages import Agree, Confirm, Reply, Request, SumId, Survivors
+from cloister.protocol.messages.messages import Agree, Confirm, Failed, Reply, Request, SumId, Survivors
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import AttemptFailed, RoundAbandoned, RoundDone, SiteFailed
 from cloister.server.run import run
+from cloister.server.sum import sum as sum_module
 from cloister.tests.parties.federation import RECORD, Federation, tiny
 from cloister.tests.scenarios.test_compressed_run import Run
 from cloister.tests.tools.raises import raises
@@ -276,10 +277,34 @@ def test_a_site_makes_as_many_sketches_of_an_update_as_the_plan_has_attempts(tmp
     assert [event.round for event in of(events, RoundAbandoned)] == [1]
     assert len(of(events, RoundDone)) == 2
     assert len(seeds) == 2 + 2
-    # A coordinator that goes on all the same gets no third one: see also test_attempts.py.
     (folder,) = (lost.sites_folder / name).glob("**/secure/train")
     with AttemptFiles.turn(folder, "") as files:
         assert files.state(None).marks.sketched == (3, 1, 1)
+
+
+def test_no_site_makes_one_more_for_a_coordinator_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sites sketch, and all answers but one are lost, in two attempts; then another process asks again."""
+    lost = federation(tmp_path, "cohort.attempts=2", "cohort.quorum=1.0", "aggregation.dropouts=0.0")
+    name, seeds, events = lost.names[0], set[bytes](), list[object]()
+
+    def lose(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Confirm):
+            seeds.add(sketch_seed(reply.survivors))
+            return reply if reply.site == name else Failed(reply.site, "lost")
+        return reply
+
+    lost.channel.tamper = lose
+    monkeypatch.setattr(sum_module, "_sketched", lambda *_: False)  # an honest one gives the round up
+    with pytest.raises(QuorumError):
+        go(lost, tmp_path)
+    assert len(seeds) == 2
+    with RunFolder.reopen(tmp_path / "run") as folder, pytest.raises(QuorumError):
+        run(folder, lost.channel, events.append, roster=lost.roster)
+    assert len(seeds) == 2
+    refused = {event.site for event in of(events, SiteFailed) if "sketches of one update" in event.reason}
+    assert refused == set(lost.names)
 
 
 @pytest.mark.parametrize(("bits", "liars"), [(8, 2), (16, 4)])
