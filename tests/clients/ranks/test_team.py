@@ -37,7 +37,7 @@ from cloister.tests.clients.test_site import Attack, in_clear
 from cloister.tests.parties.federation import RECORD, RUN, SKELLAM, Federation, tiny, whole
 from cloister.tests.parties.federation import whole as whole_vector
 from cloister.tests.parties.ranks.rank_work import unpickles_nothing_of_peers
-from cloister.tests.tools.command import found, refusal
+from cloister.tests.tools.command import found, refusal, set_options
 from cloister.tests.tools.raises import raises
 
 MESHES = {
@@ -178,6 +178,39 @@ def test_ranks_compress_as_one_process_and_keep_the_same_residual(
     (first, second), (residual, _) = left[0]
     assert first != second
     assert len(set(residual[len(federation.scales()) :])) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["replicate", "shard"])
+def test_ranks_scale_to_the_bound_as_one_process_and_their_spans_are_sketched(
+    mesh: str,
+    tmp_path: Path,
+    open_site: Callable[..., Site],
+    small_plan: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each rank must know the norm of the whole. Under masks the coordinator checks the sketch of all spans."""
+    clear = ["aggregation.secure=false", "aggregation.weighting=uniform", "aggregation.norm_bound=1e-4"]
+    federation = Federation(tmp_path, tiny(*WIDE, *ONE_ROW[:2], *clear))
+    sent = []
+    for name, section in (("one", MeshSection()), ("several", MESHES[mesh])):
+        state = tmp_path / name
+        declare_rounding(federation.plan, federation.names[0], state)  # both round alike
+        site = open_site(federation, section, state=str(state), secure=False)
+        sent.append(whole_vector(site.contribute(federation.request())))
+    assert np.array_equal(sent[0], sent[1])
+    steps = sent[0][: federation.layout.size].view(np.int32).astype(np.float64)
+    ring = Sums(federation.plan, federation.layout.size).training.ring
+    assert np.linalg.norm(steps) / ring.scale == pytest.approx(1e-4, rel=1e-3)
+    masked = [
+        *("aggregation.secure=true", "aggregation.norm_bound=0.01", "data.held_out=0.0", "run.rounds=2"),
+        f"simulation.profiles=[{{share=0.25,mesh={{{mesh}=2}}}}]",
+    ]
+    settings = set_options([each for each in RECORD if "secure" not in each] + masked)
+    outcome = found(
+        capsys, "simulate", str(small_plan), "--out", str(tmp_path / "run"), "--workers", "1", *settings
+    )
+    assert outcome["rounds"] == 2
 
 
 @pytest.mark.slow
