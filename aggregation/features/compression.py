@@ -78,7 +78,7 @@ from cloister.aggregation.features.feature import (
 from cloister.aggregation.features.in_clear import InClear
 from cloister.aggregation.features.norm_bound import bound_of
 from cloister.aggregation.vector.average import CLIPPED, WEIGHT, SumLayout
-from cloister.aggregation.vector.compression import MOST_KEPT, BlockCode, Kept
+from cloister.aggregation.vector.compression import BlockCode, Kept
 from cloister.aggregation.vector.ring import Ring, RingVector
 from cloister.aggregation.vector.rotation import ROTATED, Floats, rotated_blocks
 from cloister.protocol.errors import PlanError, UpdateError
@@ -370,8 +370,8 @@ def layout(basis: Basis) -> SumLayout:
     """
     plan, parameters = basis.plan, basis.parameters
     ring = Ring(plan.aggregation.ring_bits, plan.aggregation.bound, max(plan.summed()))
-    bounded = plan.aggregation.norm_bound is not None  # residuals then have no room but a step
-    blocks = BlockCode(parameters, plan.run.seed, ring, 0.0 if bounded else MOST_KEPT)
+    bounded = plan.aggregation.norm_bound is not None  # a larger residual would be room for longer updates
+    blocks = BlockCode(parameters, plan.run.seed, ring, one_step=bounded)
     if 4 * blocks.blocks > LONGEST_TOLD:
         raise PlanError(
             "trained parameters",

@@ -71,13 +71,13 @@ class BlockCode:
         values: d, values of an update.
         seed: Of the public signs.
         ring: The ring; its `bound` is not used.
-        most_kept_share: Share of the L steps beyond which a residual is cut; one step is never cut.
+        one_step: Whether a residual is cut at one step, and not at a share of L.
     """
 
     values: int
     seed: int
     ring: Ring
-    most_kept_share: float = MOST_KEPT
+    one_step: bool = False
 
     @property
     def blocks(self) -> int:
@@ -92,7 +92,7 @@ class BlockCode:
     @property
     def most_kept(self) -> float:
         """M: steps beyond which a residual is cut."""
-        return max(1.0, self.most_kept_share * self.ring.levels)
+        return 1.0 if self.one_step else max(1.0, MOST_KEPT * self.ring.levels)
 
     @property
     def unit(self) -> float:

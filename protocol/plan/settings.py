@@ -258,7 +258,7 @@ class Settings(Generic[S]):
         if len(kinds) > 1 and all(kind in _KINDS for kind in kinds):
             told = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
             return self.error(_dotted(location[:-1]), value, expected=told)
-        if len(kinds) > 1 and (words := self._in_words(location[:-1])):
+        if len(kinds) > 1 and len(location) > 1 and (words := self._in_words(location[:-1])):
             return self.error(_dotted(location[:-1]), value, expected=words)
         field = _dotted(location)
         match error["type"]:

@@ -120,7 +120,7 @@ def test_a_total_beside_the_vector_raises_an_alarm(
     """The exact number of tokens, summed as the number of sites is."""
     total = '((found := make(basis)), found.counters + (type(found.counters[0])("tokens", 1 << 50),))'
     more = f'__import__("dataclasses").replace((told := {total})[0], counters=told[1])'
-    Mutant("aggregation.features.registry:layout_of", "return make(basis)", f"return {more}").plant(
+    Mutant("aggregation.features.registry:layout_of", "layout = make(basis)", f"layout = {more}").plant(
         monkeypatch
     )
     tail = "aggregation.features.site_unit:Protected.tail"
