@@ -514,14 +514,21 @@ class SecureSite:
     def _confirmed(self) -> Confirm:
         if Step.CONFIRM not in self._done:
             raise StepError("sketch", expected="this site's signature under the survivors first")
-        return self._done[Step.CONFIRM][1]  # type: ignore[no-any-return]  # the reply of that step
+        _, confirm = self._done[Step.CONFIRM]
+        assert isinstance(confirm, Confirm), "the reply of that step"
+        return confirm
+
+    def _shown(self) -> Survivors:
+        """What this site was shown in step 5."""
+        shown, _ = self._done[Step.CONFIRM]
+        assert isinstance(shown, Survivors), "the message of that step"
+        return shown
 
     def _check_statements(self, survivors: Survivors) -> None:
         """5e: the seed of the sketches follows from the vectors that all survivors have signed, and is one in an
         attempt. Otherwise a coordinator could choose it, and show each site another one."""
-        shown, _ = self._done.get(Step.CONFIRM, (None, None))
-        if isinstance(shown, Survivors):
-            if shown.statements != survivors.statements:
+        if Step.CONFIRM in self._done:
+            if self._shown().statements != survivors.statements:
                 raise AgreementError("statements", expected="those that this site signed in this attempt")
             return
         wanted = survivors.survivors if self.contract.sketches else ()
@@ -603,9 +610,7 @@ class SecureSite:
 
     def _check_agreement(self, request: Unmask) -> None:
         ctx = self.attempt.context
-        shown, _ = self._done[Step.CONFIRM]
-        assert isinstance(shown, Survivors), "the message of that step"
-        digest = survivors_digest(self._received.agreed, request.survivors, _digests(shown))
+        digest = survivors_digest(self._received.agreed, request.survivors, _digests(self._shown()))
         signers = tuple(site for site, _ in request.signatures)
         check_names("signatures", signers)
         self._check_within("signatures", signers, request.survivors)
@@ -641,9 +646,8 @@ class SecureSite:
                 "statements", wrong, expected="that of each survivor whose share is wanted, sorted by name"
             )
         self._check_stated(request.statements)
-        shown, _ = self._done[Step.CONFIRM]
-        assert isinstance(shown, Survivors), "the message of that step"
-        if shown.statements and not set(shown.statements).issuperset(request.statements):
+        shown = self._shown().statements
+        if shown and not set(shown).issuperset(request.statements):
             raise AgreementError("statements", expected="those that were shown with the survivors")
 
     # All steps.

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from cloister.aggregation.vector import masks
 from cloister.aggregation.vector.rotation import ROTATED
 from cloister.aggregation.vector.span import Piece
+from cloister.protocol.messages.messages import LONGEST_SKETCH
 
 Integers = npt.NDArray[np.int64]
 
@@ -43,6 +44,7 @@ REACH = 3.0
 """A liar whose estimate is within `SLACK` of the longest is at most so many times as long: an estimate is at least half
 of a length."""
 SKETCH_BYTES = 8 * ROWS
+assert SKETCH_BYTES == LONGEST_SKETCH, "what a message has room for"
 
 _BITS = 2 * ROWS
 """Random bits of a coordinate: row r has the difference of bits r and `ROWS` + r."""

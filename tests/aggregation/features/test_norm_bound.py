@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from cloister.aggregation.vector.rotation import ROTATED
 from cloister.aggregation.vector.sketch import REACH, Lengths, from_bytes, to_bytes
 from cloister.aggregation.vector.span import manifest_of
 from cloister.clients.consent.admission import Admission
+from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.kept import Written
@@ -47,10 +49,16 @@ class Declared(Run):
 
     def __init__(self, path: Path, *settings: str) -> None:
         super().__init__(path, *settings)
+        base = NoiseStream.from_declared_seed(1)
+
+        def declared(name: str, made: Callable[[], Site]) -> Site:
+            site = made()
+            noise = Simulated(noise=lambda number: base.child(f"{name} {number}"), one_owner=True)
+            return Site(site.config, self.resident, simulated=noise)
+
+        self.resident = Resident()
         for name, make in self.channel.sites.items():
-            base = NoiseStream.from_declared_seed(1).child(name)
-            noise = Simulated(noise=lambda number, base=base: base.child(str(number)), one_owner=True)  # type: ignore[misc]
-            self.channel.sites[name] = partial(make, simulated=noise)  # type: ignore[call-arg]  # it makes a `Site`
+            self.channel.sites[name] = partial(declared, name, cast(Callable[[], Site], make))
 
 
 # Honest runs.
@@ -114,12 +122,8 @@ def test_a_run_that_is_stopped_after_the_sketches_goes_on_to_the_same_model(
         pass
 
     def before(site: str, request: Request) -> None:
-        last = (
-            isinstance(request, Agree)
-            and request.told.STEP.label == step
-            and site == list(stopped.folders)[-1]
-        )
-        if last and request.sum.round == 2:  # type: ignore[union-attr]  # it is one
+        last = site == list(stopped.folders)[-1]
+        if last and isinstance(request, Agree) and (request.told.STEP.label, request.sum.round) == (step, 2):
             raise EndedError
 
     stopped.channel.before = before
