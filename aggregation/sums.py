@@ -19,7 +19,7 @@ from cloister.protocol.encoding import pack
 from cloister.protocol.errors import PlanError
 from cloister.protocol.identity.roster import Roster
 from cloister.protocol.messages.cohort import Draw, draw_of
-from cloister.protocol.messages.messages import TRAIN, Purpose
+from cloister.protocol.messages.messages import TRAIN, Division, Purpose
 from cloister.protocol.plan.plan import Plan
 
 
@@ -97,15 +97,17 @@ class Sums(Basis):
         """Bytes of an update on its way, all bits packed."""
         return math.ceil(self.training.length * self.plan.aggregation.ring_bits / 8)
 
-    def draw(self, purpose: Purpose) -> Draw:
+    def draw(self, purpose: Purpose, division: Division = "plan") -> Draw:
         """The draw of the cohorts of the sums of one purpose, and of their groups."""
-        return draw_of(self.plan, purpose)
+        return draw_of(self.plan, purpose, division)
 
-    def quorum(self, purpose: Purpose, group: int = 0) -> int:
+    def quorum(self, purpose: Purpose, group: int = 0, division: Division = "plan") -> int:
         """The least number of sites in the sum of a group."""
-        return self.plan.quorum(self.draw(purpose).sizes[group])
+        return self.plan.quorum(self.draw(purpose, division).sizes[group])
 
-    def contract(self, purpose: Purpose, run: str, roster: Roster, group: int = 0) -> Contract:
+    def contract(
+        self, purpose: Purpose, run: str, roster: Roster, group: int = 0, division: Division = "plan"
+    ) -> Contract:
         """The contract of the secure sums of one purpose in a run; each purpose has attempts of its own.
 
         Args:
@@ -113,6 +115,7 @@ class Sums(Basis):
             run: Identity of the run.
             roster: The sites' identities.
             group: The group that is summed.
+            division: Of the round's cohort.
         """
         plan, layout = self.plan, self.layout(purpose)
         ring, bounded = layout.ring, math.isfinite(layout.norm_bound)
@@ -132,7 +135,7 @@ class Sums(Basis):
             run=f"{run}/{purpose}",
             roster=roster,
             plan=bytes.fromhex(plan.digest()),
-            draw=self.draw(purpose),
+            draw=self.draw(purpose, division),
             tolerance=plan.tolerance(),
             ring_bits=plan.aggregation.ring_bits,
             length=layout.length,

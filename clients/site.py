@@ -225,7 +225,7 @@ class Site:
             demands.check_unpaid(loaded.plan, about.purpose)
             if isinstance(told, Begin):
                 demands.check_policy(loaded.plan, about.run, loaded.sums.terms)
-                demands.check_round(loaded.plan, about.purpose, told.round)
+                demands.check_round(loaded.plan, about, told.round)
             attempts = self._attempts(loaded, about)
         answer = attempts.agree(told, about.round, partial(self._sketch, about, request.tries))
         if isinstance(told, Unmask):  # which ends the attempt
@@ -245,7 +245,7 @@ class Site:
         plan, purpose = loaded.plan, request.sum.purpose
         demands.check_unpaid(plan, purpose)
         demands.check_policy(plan, request.sum.run, loaded.sums.terms)
-        demands.check_round(plan, purpose, request.sum.round)
+        demands.check_round(plan, request.sum, request.sum.round)
         told, digest = request.told, instructions_digest(request.told)
         check_sent("global model", request.model, told.model)
         sums = loaded.sums.of_round(purpose, told.sum.round)
@@ -344,10 +344,10 @@ class Site:
         purpose, sums = sum_id.purpose, loaded.sums.of_round(sum_id.purpose, sum_id.round)
         demands = self._demands(sum_id.run)
         roster = demands.roster()
-        group = sums.draw(purpose).group_of(self.name, roster.names, sum_id.round)
-        contract = sums.contract(purpose, sum_id.run, roster, group)
+        group = sums.draw(purpose, sum_id.division).group_of(self.name, roster.names, sum_id.round)
+        contract = sums.contract(purpose, sum_id.run, roster, group, sum_id.division)
         folder = self._attempts_folder(purpose, sum_id.run)
-        member = demands.member(sums.quorum(purpose, group))
+        member = demands.member(sums.quorum(purpose, group, sum_id.division))
         history, most = partial(self._history, loaded, sum_id), loaded.plan.cohort.attempts
         return Attempts(folder, contract, member, history, most)
 

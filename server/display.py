@@ -81,10 +81,12 @@ def describe(event: progress.Event) -> str:
             return f"{site} did not join: {reason}"
         case progress.SiteFailed(number, site, reason):
             return f"round {number}: {site} dropped out: {reason}"
+        case progress.Traced(number, groups, spoiled, common):
+            return f"round {number}: in {groups} groups, because of {_liar(spoiled, common)}"
         case progress.AttemptFailed(number, attempt, reason):
             return f"round {number}: attempt {attempt} failed: {reason}"
         case progress.RoundAbandoned(number, spoiled=wrong) if wrong:
-            return f"round {number}: given up: a site lied in its counters: {wrong}; the model is unchanged"
+            return f"round {number}: given up: a site lied in its update or counters: {wrong}; the model is unchanged"
         case progress.RoundAbandoned(number, apart=True):
             return f"round {number}: given up: too few sites carry one history, so the next round begins with none"
         case progress.RoundAbandoned(number, attempts):
@@ -120,6 +122,19 @@ def describe(event: progress.Event) -> str:
         case progress.Finished(rounds=rounds):
             return f"finished {rounds} rounds"
     return ""
+
+
+def _liar(spoiled: int, common: Sequence[str]) -> str:
+    """Which site has lied, as far as the sites that are in all spoiled sums say it."""
+    sums = (
+        "a sum that no honest sites can have"
+        if spoiled == 1
+        else f"{spoiled} sums that no honest sites can have"
+    )
+    if not common:
+        return f"{sums}; more than one site has lied"
+    names = ", ".join(common[:8]) + (f" and {len(common) - 8} more" if len(common) > 8 else "")
+    return f"{sums}; if one site has lied, it is {'' if len(common) == 1 else 'one of '}{names}"
 
 
 def _lines(figures: Sequence[Figure], values: Mapping[str, Any], label: str) -> Iterator[str]:

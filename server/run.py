@@ -254,6 +254,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
         if not isinstance(result, RoundAbandoned):
             first, lost = number + 1, 0
             continue
+        if result.spoiled and plan.aggregation.trace_groups > 1 and party.division(TRAIN, number) == "plan":
+            continue  # the next round is divided, and a site that lies in it loses its group alone
         # Later rounds are without a site that is known to have lied, and the next one has no histories to differ.
         if len(party.left_out) == known_liars and not result.apart:
             lost += 1
@@ -263,10 +265,9 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
             raise SpoiledError(
                 f"round {number}",
                 result.spoiled,
-                expected="totals that honest sites can have: a site lied in its counters, which no party can trace "
-                "under masks",
+                expected="a sum that honest sites can have: a site lied in it, and nothing in one sum says which",
                 fix="the model has no such round in it; find the site, have it repaired or start a run without it, "
-                "or continue this run with the next round, if there is one",
+                "or with aggregation.trace_groups, or continue this run with the next round, if there is one",
             )
         # A process that has done no round does not end a run well, whoever has lost its rounds.
         if lost == limit or (number == plan.run.rounds and first == begun):

@@ -450,7 +450,7 @@ class _AtCoordinator(AtCoordinator):
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
         sites = sum(len(summed.names) for summed in sums)
         weights = [summed.counters[WEIGHT] / self._heaviest / len(summed.names) for summed in sums]
-        one = self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
+        one = len(sums) == self.plan.aggregation.groups == 1 and self.plan.cohort.mode == "sync"
         clipped = sums[0].counters.get(CLIPPED) if one else None
         spans = self._part(sums[0].rounds)
         weight, bound = statistics.median(weights), bound_of(replace(self._basis, parameters=mean.size))

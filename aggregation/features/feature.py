@@ -323,8 +323,12 @@ class AtCoordinator:
         """
         return None
 
+    def enough(self, opened: int, groups: int) -> bool:
+        """7, end. Whether so many of a round's groups make a mean; all features of a plan must say so."""
+        return opened > 0
+
     def combine(self, means: Sequence[Floats]) -> Floats | None:
-        """7, end. One mean of those of a round's groups, which may be overwritten; None: another feature does that."""
+        """7, end. One mean of those of a round's groups, which may be overwritten; None: as without this feature."""
         return None
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:

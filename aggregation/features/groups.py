@@ -46,6 +46,9 @@ def median(means: Sequence[Floats]) -> Floats:
 
 
 class _AtCoordinator(AtCoordinator):
+    def enough(self, opened: int, groups: int) -> bool:
+        return 2 * opened > groups
+
     def combine(self, means: Sequence[Floats]) -> Floats:
         return median(means)
 

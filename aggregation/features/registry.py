@@ -35,7 +35,7 @@ from cloister.aggregation.features.feature import (
     State,
     Summed,
 )
-from cloister.aggregation.vector.average import Opened, SumLayout
+from cloister.aggregation.vector.average import WEIGHT, Opened, SumLayout, weighted
 from cloister.aggregation.vector.rotation import Floats
 from cloister.protocol.errors import RunFolderError, UpdateError
 from cloister.protocol.figure import Figure
@@ -235,9 +235,14 @@ class Coordinated:
         mean = opened.mean
         return _first((half.decode(summed, mean) for half in self._halves.values()), mean)
 
-    def combine(self, means: Sequence[Floats]) -> Floats:
-        """7, end. One mean of those of a round's sums, which may be overwritten."""
-        return _first((half.combine(means) for half in self._halves.values()), means[0])
+    def enough(self, opened: int, groups: int) -> bool:
+        """7, end. Whether so many of a round's groups make a mean."""
+        return all(half.enough(opened, groups) for half in self._halves.values())
+
+    def combine(self, means: Sequence[Floats], sums: Sequence[Summed]) -> Floats:
+        """7, end. One mean of those of a round's sums, which may be overwritten; by default by their weights."""
+        combined = _first((half.combine(means) for half in self._halves.values()), None)
+        return weighted(means, [summed.counters[WEIGHT] for summed in sums]) if combined is None else combined
 
     def before_step(self, mean: Floats, sums: Sequence[Summed]) -> Figures:
         """8, before the server's step; as `AtCoordinator.before_step`: no feature can write to the mean."""

@@ -447,6 +447,20 @@ def _merged(parts: Sequence[tuple[float, Floats, Sequence[Span]]]) -> Floats:
     return merged
 
 
+def weighted(means: Sequence[Floats], weights: Sequence[int]) -> Floats:
+    """The weighted mean of the means of several sums, in the memory of the first.
+
+    Args:
+        means: (d,) float32 each; one or more of equal length. The first is overwritten.
+        weights: The total weight of each sum, 1 or more.
+    """
+    first, total = means[0], sum(weights)
+    for begin, end, _, _ in cut(0, first.size if len(means) > 1 else 0):
+        parts = (mean[begin:end] * (weight / total) for mean, weight in zip(means, weights, strict=True))
+        first[begin:end] = sum(part.astype(np.float64) for part in parts)
+    return first
+
+
 def _tail(layout: SumLayout, pieces: Sequence[Piece]) -> RingVector:
     """The counters' ring integers of a contribution, from the pieces that tile it."""
     start = layout.size + layout.extra

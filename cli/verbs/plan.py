@@ -341,7 +341,7 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
     yield "memory at the coordinator, besides the program", size(estimate.coordinator_bytes)
     yield "tokens trained on in a round, at most", f"{estimate.tokens_per_round:,}"
     if plan.aggregation.groups > 1:
-        of = " or ".join(f"{n:,}" for n in plan.summed())
+        of = " or ".join(f"{n:,}" for n in plan.in_groups(plan.aggregation.groups))
         yield "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
 
 
@@ -385,6 +385,9 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "dropouts that it tolerates", f"{plan.spare()}"
     yield "dropouts and colluders assumed", f"{secure.dropouts} and {secure.colluders}"
     yield "sites that must finish", f"{secure.quorum}"
+    if plan.aggregation.trace_groups > 1:
+        of = " or ".join(f"{n:,}" for n in plan.in_groups(plan.aggregation.trace_groups))
+        yield "groups, after a sum that no honest sites can have", f"{plan.aggregation.trace_groups:,} of {of} sites"
     yield "honest updates in an opened sum, at least", f"{plan.honest()}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)

@@ -150,12 +150,20 @@ class Admission:
                 fix="only the site itself can allow it: set secure = false in its TOML",
             )
 
-    def check_round(self, plan: Plan, purpose: Purpose, round_number: int) -> None:
-        """Check that the round of an attempt is in the plan, and that an evaluation is due at the sites.
+    def check_round(self, plan: Plan, about: SumId, round_number: int) -> None:
+        """Check that the round of an attempt is in the plan, that an evaluation is due at the sites, and that the plan
+        divides cohorts so.
 
         Raises:
-            StaleError: the plan has no such round or evaluation.
+            StaleError: the plan has no such round, evaluation or division.
         """
+        purpose = about.purpose
+        if about.division == "trace" and (purpose == EVALUATE or plan.aggregation.trace_groups == 1):
+            raise StaleError(
+                f"division of round {round_number}",
+                about.division,
+                expected="that of the plan, which has no aggregation.trace_groups, or an evaluation's, which has none",
+            )
         first = 1 if purpose == TRAIN else 0
         if not first <= round_number <= plan.run.rounds:
             raise StaleError(
@@ -172,7 +180,7 @@ class Admission:
         """The sites of a sum, as this site draws them; None for a sum in clear, of which it knows the size alone."""
         if not plan.aggregation.secure:
             return None
-        draw, names = draw_of(plan, about.purpose), self.roster().names
+        draw, names = draw_of(plan, about.purpose, about.division), self.roster().names
         return draw.divided(names, about.round)[draw.group_of(self._config.name, names, about.round)]
 
     def check_unpaid(self, plan: Plan, purpose: Purpose) -> None:

@@ -91,6 +91,9 @@ class SecureSum(_Strict):
     """Groups of a round, each with a sum of its own; the other figures are those of the smallest."""
     sketches: bool = False
     """Whether each site sends the coordinator a sketch of its own update."""
+    trace_groups: Count = 1
+    """Groups in which rounds are summed after a sum that no honest sites can have; of the other figures the least
+    honest updates are those of the smallest of them, and so are the dropouts."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The cohort of a sum: a public draw that each party repeats, so that no party chooses who is in it.
 
 With `aggregation.groups` the cohort of a round is divided into groups by a second draw, and each group is the cohort of
-a sum of its own. A group is a uniform draw from the federation, as a cohort is. Every site of the cohort is in exactly
-one group, and no message names it: each party repeats the division.
+a sum of its own; so it is with `aggregation.trace_groups`, in the rounds after a sum that no honest sites can have. A
+group is a uniform draw from the federation, as a cohort is. Every site of the cohort is in exactly one group, and no
+message names it: each party repeats the division.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from cloister.protocol.encoding import Value, pack
-from cloister.protocol.messages.messages import TRAIN, Purpose
+from cloister.protocol.messages.messages import TRAIN, Division, Purpose
 from cloister.protocol.plan.plan import Plan
 
 
@@ -98,12 +99,13 @@ def _in_order(sites: Iterable[str], *about: Value) -> list[str]:
     return sorted(sites, key=lambda site: hashlib.sha256(pack(*about, site)).digest())
 
 
-def draw_of(plan: Plan, purpose: Purpose) -> Draw:
-    """The draw of a plan's sums of one purpose; an evaluation has no groups."""
+def draw_of(plan: Plan, purpose: Purpose, division: Division = "plan") -> Draw:
+    """The draw of a plan's sums of one purpose, divided as it says; an evaluation has no groups."""
+    groups = plan.aggregation.groups if division == "plan" else plan.aggregation.trace_groups
     return Draw(
         plan.run.seed,
         purpose,
         plan.cohort.size(),
         in_turn=plan.privacy.correlated is not None,
-        groups=plan.aggregation.groups if purpose == TRAIN else 1,
+        groups=groups if purpose == TRAIN else 1,
     )

@@ -42,6 +42,9 @@ TRAIN: Literal["train"] = "train"
 EVALUATE: Literal["evaluate"] = "evaluate"
 Purpose: TypeAlias = Literal["train", "evaluate"]
 """What a sum is of: updates, or totals over held-out records."""
+Division: TypeAlias = Literal["plan", "trace"]
+"""How the cohort of a sum of updates is divided into groups: as the plan says, or into those of
+`aggregation.trace_groups`."""
 
 
 class Limit(NamedTuple):
@@ -105,6 +108,8 @@ class SumId:
     """What is summed."""
     round: int
     """Round, from 1; in an evaluation the round whose model it is, from 0."""
+    division: Division = "plan"
+    """The division of the round's cohort."""
 
 
 # Join.

@@ -28,7 +28,7 @@ from cloister.protocol.encoding import Value, pack, unpack
 from cloister.protocol.errors import EncodingError
 from cloister.protocol.messages.messages import Elements, Limit, Reply, Request
 
-VERSION = "cloister/wire/8"
+VERSION = "cloister/wire/9"
 """First field of each message; it changes when a message does."""
 LONGEST = 2**22
 """Bytes of a first frame: more than any message takes, whose longest list has `LARGEST` entries."""

@@ -600,6 +600,14 @@ class AggregationSection(PlanSection):
     sum of its own, and the model moves by the coordinate-wise median of the groups' means, which have equal weights.
     Poisoned sites in fewer than half of the groups in the median do not choose the median. The coordinator learns the
     sum of each group. 1: no groups, and the model moves by the mean."""
+    trace_groups: Annotated[
+        Count, _SECURE, Only("aggregation.norm_bound", but=(None,)), Only("aggregation.groups", (1,))
+    ] = 1
+    """Groups into which the cohort of a round is divided once a sum was opened that honest sites cannot have. A site
+    has lied in it, and nothing says which. Each group has a sum of its own. A group with such a sum is left out, and
+    the model moves by the mean of the others. The divisions are drawn anew in each round, until the groups that were
+    left out tell which site it is. The coordinator learns the sum of each group, and can begin so at any time. 1: the
+    site is not found, and the run stops after `cohort.attempts` such rounds."""
 
     @property
     def few_bits(self) -> str:
@@ -1116,8 +1124,13 @@ class Plan(PlanSection):
 
     def summed(self) -> tuple[int, ...]:
         """The numbers of sites that a sum of updates may be over, increasing: that of a cohort, or those of its groups,
-        which differ by at most 1."""
-        least, more = divmod(self.cohort.size(), self.aggregation.groups)
+        which differ by at most 1; and those of the groups that trace a site."""
+        traced = self.in_groups(self.aggregation.trace_groups) if self.aggregation.trace_groups > 1 else ()
+        return tuple(sorted({*self.in_groups(self.aggregation.groups), *traced}))
+
+    def in_groups(self, groups: int) -> tuple[int, ...]:
+        """The numbers of sites of so many groups of a cohort, increasing."""
+        least, more = divmod(self.cohort.size(), groups)
         return (least, least + 1) if more else (least,)
 
     def threshold(self, n: int | None = None) -> Parameters:

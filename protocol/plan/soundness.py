@@ -279,12 +279,13 @@ def _of_sum(plan: Contract) -> Iterator[Refusal]:
         if error is not None and n == sites:
             yield Refusal(error.field, error.expected, error.fix, "mask", error.value)
         elif error is not None:
-            groups, federation = plan.aggregation.groups, plan.cohort.sites
-            fewer = range(min(groups - 1, MOST_GROUPS), 2, -1)
+            federation, traced = plan.cohort.sites, plan.aggregation.trace_groups > 1
+            field = "aggregation.trace_groups" if traced else "aggregation.groups"
+            fewer = range(min(_value(plan, field) - 1, MOST_GROUPS), 1 if traced else 2, -1)
             sound = next((count for count in fewer if _secure_in(plan, count)), None)
-            instead = "remove aggregation.groups" if sound is None else f"set aggregation.groups = {sound}"
+            instead = f"remove {field}" if sound is None else f"set {field} = {sound}"
             yield Refusal(
-                "aggregation.groups",
+                field,
                 f"groups that are each a secure sum of their own; of a group of {n} that is drawn from the "
                 f"{federation} sites, up to {plan.tolerance().colluders_in(federation, n)} may collude: expected "
                 f"{error.expected}",
@@ -319,18 +320,22 @@ def _secure_in(plan: Contract, groups: int) -> bool:
 
 def _of_groups(plan: Contract) -> Iterator[Refusal]:
     """Groups whose median is not robust, and what is only sound for one mean over all sites of a round."""
-    groups, cohort = plan.aggregation.groups, plan.cohort
-    most = min(MOST_GROUPS, cohort.size())
-    if groups == 1:
-        return
-    if not 3 <= groups <= most:
+    cohort, most = plan.cohort, min(MOST_GROUPS, plan.cohort.size())
+    why = {
+        "groups": "; the median of two means is their mean, which one poisoned site moves",
+        "trace_groups": "",
+    }
+    for name, reason in why.items():
+        least, field = 3 if reason else 2, f"aggregation.{name}"
+        if _value(plan, field) == 1 or least <= _value(plan, field) <= most:
+            continue
         yield Refusal(
-            "aggregation.groups",
-            f"3 to {most}: the median of two means is their mean, which one poisoned site moves; each group has at "
-            f"least one of the {cohort.size()} sites of a round; the median of more than {MOST_GROUPS} takes long",
-            "set aggregation.groups = 3, or remove it"
-            if most > 2
-            else f"remove aggregation.groups, or raise cohort.{'sites' if cohort.fraction == 1 else 'fraction'}",
+            field,
+            f"{least} to {most}: each group has at least one of the {cohort.size()} sites of a round, and many groups "
+            f"take long{reason}",
+            f"set {field} = {least}, or remove it"
+            if most >= least
+            else f"remove {field}, or raise cohort.{'sites' if cohort.fraction == 1 else 'fraction'}",
             "definition",
         )
 
@@ -396,6 +401,7 @@ _ASKED: dict[str, Any] = {"run.rounds": 1, "aggregation.weighting": "uniform"}
 _AS_EVER = (
     "aggregation.ring_bits",
     "aggregation.groups",
+    "aggregation.trace_groups",
     "aggregation.part",
     "aggregation.norm_bound",
     "cohort.fraction",

@@ -30,7 +30,7 @@ class Cost:
     """Bytes from one site in a round: its contribution."""
     coordinator_bytes: int
     """Peak bytes of memory for vectors and model at the coordinator; independent of the number of sites. With
-    `aggregation.groups` it has a sum for each group at the same time. With
+    `aggregation.groups` or `aggregation.trace_groups` it has a sum for each group at the same time. With
     `cohort.mode = "async"` also one model for each site, because each may work on another one, and a sum for each model
     of which an update may be in the buffer. Replies that are being read come on top: shared segments in a simulation,
     mapped files behind the door."""
@@ -55,7 +55,7 @@ def cost(plan: Plan, parameters: int, trained: int, summed: int | None = None) -
     scales = 0 if layout.blocks is None else layout.blocks.blocks
     buffers = plan.privacy.correlated.buffers if plan.privacy.correlated else 0
     updates = plan.cohort.size()
-    sums = plan.aggregation.groups
+    sums = max(plan.aggregation.groups, plan.aggregation.trace_groups)
     vectors = 1 + OPTIMIZERS[plan.server.optimizer].moments + bool(plan.public.source)  # with the weights
     if plan.cohort.mode == "async":  # a sum for each model with an update in the buffer, and the mean of all
         updates = plan.quorum()
@@ -105,7 +105,8 @@ def secure_cost(plan: Plan) -> SecureCost | None:
     """The cost of the secure sum; None for a plan that sums in clear."""
     if not plan.aggregation.secure:
         return None
-    found = plan.threshold()
+    sizes = plan.in_groups(plan.aggregation.groups)
+    found = plan.threshold(sizes[0])
     sent, received = traffic(found, _NAME, SKETCH_BYTES * plan.sketches)
     return SecureCost(
         n=found.n,
@@ -113,7 +114,7 @@ def secure_cost(plan: Plan) -> SecureCost | None:
         t=found.threshold,
         dropouts=found.dropouts,
         colluders=found.colluders,
-        quorum=max(map(plan.quorum, plan.summed())),
+        quorum=max(map(plan.quorum, sizes)),
         overhead_bytes_up=sent,
         overhead_bytes_down=received,
     )

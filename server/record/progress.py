@@ -102,6 +102,18 @@ class SiteFailed(Event):
 
 
 @dataclass(frozen=True)
+class Traced(Event):
+    """A round is summed in groups, because a site has lied in a sum of which nothing says which site it was."""
+
+    round: int
+    groups: int
+    spoiled: int
+    """Sums that no honest sites can have, without those that a site explains that is left out."""
+    common: tuple[str, ...]
+    """Sites that are in all of them, sorted; none: more than one site has lied."""
+
+
+@dataclass(frozen=True)
 class AttemptFailed(Event):
     """An attempt ended with too few sites, and no sum was opened."""
 

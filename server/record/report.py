@@ -625,9 +625,10 @@ def _site_rows(files: RunFiles, plan: Plan, history: RunHistory, account: _Accou
 def _secure(plan: Plan) -> SecureSum | None:
     if not plan.aggregation.secure:
         return None
-    found, bits, groups = plan.threshold(), plan.aggregation.ring_bits, plan.aggregation.groups
+    bits, groups, traced = plan.aggregation.ring_bits, plan.aggregation.groups, plan.aggregation.trace_groups
+    found = plan.threshold(plan.in_groups(groups)[0])
     n, dropouts, honest = found.n, plan.spare(), plan.honest()
-    of_sum = plan.splits, groups, plan.sketches
+    of_sum = plan.splits, groups, plan.sketches, traced
     return SecureSum(n, found.k, found.threshold, dropouts, found.colluders, bits, honest, *of_sum)
 
 

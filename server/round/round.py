@@ -19,7 +19,9 @@
 With `aggregation.groups` the cohort is divided into groups in step 1. Steps 2 to 7 make a sum for each, at the same
 time, and each sum has a trusted coordinator's noise for itself. Then the median of the groups' means by coordinate
 (`aggregation/features/groups.py`) is the mean of step 8. A group whose sum cannot be opened any more, or makes no
-mean, is left out; the round is abandoned unless more than half of the groups are left.
+mean, is left out; the round is abandoned unless more than half of the groups are left. After a sum that no honest sites
+can have, `aggregation.trace_groups` divides rounds too (`server/sum/trace.py`): the mean is that of the groups that are
+left, by their weights, and the round is abandoned if none is.
 
 With `cohort.mode = "async"` (FedBuff) a round has the steps 1, 4 and 7 to 9: step 4 ends when the buffer is full, and
 sites that are still training go on in the rounds after it.
@@ -45,6 +47,7 @@ from cloister.server.record.checkpoint import Checkpoints
 from cloister.server.record.phases import Phase
 from cloister.server.record.progress import Refusing, RoundAbandoned, RoundDone
 from cloister.server.round.evaluate import Evaluations, Measured
+from cloister.server.sum import trace
 from cloister.server.sum.party import Party
 from cloister.server.sum.sum import sums_over
 from cloister.server.sum.wanted import Failed, Total, Wanted
@@ -81,14 +84,15 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
 
     A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
     because a site that has answered does not answer for another list; if too few sites carry one history, because in
-    the next round none uses what it carries; or if the sum that was opened makes no mean; with groups, if that is so in
-    half of them or more. If so many sites refuse that no attempt is possible, the round is not run.
+    the next round none uses what it carries; or if the sum that was opened makes no mean; with groups, if too few of
+    them are left. If so many sites refuse that no attempt is possible, the round is not run.
 
     Raises:
         QuorumError: every attempt ended with too few sites, or too few have joined for a group; the run can be resumed.
     """
     party = context.party
     # 1. Draw the cohort.
+    trace.divide(party, number)
     cohorts = party.groups(TRAIN, number)
     # 2 to 7.
     wanted = [Wanted(TRAIN, number, context.weights, group) for group in range(len(cohorts))]
@@ -96,9 +100,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
         if isinstance(result, Failed) and not result.bound:
             return _too_few(party, number, group, cohort, result)
+    trace.leave_out(party, number)
     totals = {each.group: total for each, total in zip(wanted, made, strict=True) if isinstance(total, Total)}
     done: RoundDone | RoundAbandoned
-    if 2 * len(totals) > len(cohorts):
+    if party.features.enough(len(totals), len(cohorts)):
         sums = [(total.summed(wanted[group]), total) for group, total in totals.items()]
         lost = sum(len(cohort) for group, cohort in enumerate(cohorts) if group not in totals)
         # 7, end, and 8.
@@ -135,7 +140,7 @@ def _done(
     for summed, total in sums:
         means.append(features.decode(summed, total.opened))
         context.released(summed.group, means[-1], total.sites)
-    mean = features.combine(means)
+    mean = features.combine(means, seen)
     norm = float(np.linalg.norm(mean))
     figures = features.before_step(mean, seen)
     refused = features.refuses_mean(norm) or _step(context, number, mean, seen[0].rounds)
@@ -154,9 +159,14 @@ def _done(
         refused=refused,
         label=party.plan.data.label,
         opened=_opened(made),
-        behind=lost > 0 or any(total.behind for total in totals) if party.plan.carries else None,
+        behind=_apart(party, number, lost, totals) if party.plan.carries else None,
         figures=figures | features.figures(seen),
     )
+
+
+def _apart(party: Party, number: int, lost: int, totals: Sequence[Total]) -> bool:
+    """Whether sites may carry different histories from a round: also where groups were told different things."""
+    return lost > 0 or party.division(TRAIN, number) == "trace" or any(total.behind for total in totals)
 
 
 def _abandoned(context: RoundContext, number: int, made: Sequence[Total | Failed]) -> RoundAbandoned:
@@ -185,7 +195,7 @@ def _too_few(party: Party, number: int, group: int, cohort: Sequence[str], faile
     Raises:
         QuorumError: too few sites finished, of enough that do not refuse.
     """
-    plan, draw, needed = party.plan, party.sums.draw(TRAIN), party.sums.quorum(TRAIN, group)
+    plan, draw, needed = party.plan, party.draw(TRAIN, number), party.quorum(TRAIN, number, group)
     refusing = sorted(party.refused.intersection(cohort))
     if len(cohort) - len(refusing) < needed:
         return Refusing(number, tuple(refusing))

@@ -52,7 +52,8 @@ class Masked(Plain):
         """
         party, wanted = self.party, self.wanted
         assert party.roster is not None, "a plan that sums securely needs a roster"
-        contract = self.sums.contract(wanted.purpose, party.run, party.roster, wanted.group)
+        division = self.told.sum.division
+        contract = self.sums.contract(wanted.purpose, party.run, party.roster, wanted.group, division)
         coordinator = SecureCoordinator(
             contract,
             wanted.round,

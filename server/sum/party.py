@@ -13,7 +13,8 @@ from cloister.aggregation.sums import Sums
 from cloister.protocol.errors import QuorumError
 from cloister.protocol.identity.audit_log import NO_AUDIT_LOG, AuditLog, Fact, What
 from cloister.protocol.identity.roster import Roster
-from cloister.protocol.messages.messages import Purpose
+from cloister.protocol.messages.cohort import Draw
+from cloister.protocol.messages.messages import TRAIN, Division, Purpose
 from cloister.protocol.plan.plan import Plan
 from cloister.server.record import journal as steps
 from cloister.server.record.attempt import KeptAttempt
@@ -84,13 +85,26 @@ class Party:
         known = self.roster.names if self.roster else self.members.sites
         return self.sums.draw(purpose).cohort(known, number)
 
+    def division(self, purpose: Purpose, number: int) -> Division:
+        """How the cohort of a round is divided."""
+        traces = purpose == TRAIN and self.plan.aggregation.trace_groups > 1
+        return "trace" if traces and self.journal.count(steps.TRACED, number) else "plan"
+
+    def draw(self, purpose: Purpose, number: int) -> Draw:
+        """The draw of a round's cohort and of its groups."""
+        return self.sums.draw(purpose, self.division(purpose, number))
+
+    def quorum(self, purpose: Purpose, number: int, group: int) -> int:
+        """The least number of sites in the sum of a group of a round."""
+        return self.sums.quorum(purpose, group, self.division(purpose, number))
+
     def groups(self, purpose: Purpose, number: int) -> tuple[tuple[str, ...], ...]:
-        """The groups of a round's cohort, each the cohort of a sum; without `aggregation.groups` one, the whole.
+        """The groups of a round's cohort, each the cohort of a sum; without groups one, the whole.
 
         Raises:
             QuorumError: in clear, too few sites have joined for one of them.
         """
-        draw = self.sums.draw(purpose)
+        draw = self.draw(purpose, number)
         if draw.groups == 1:
             return (self.cohort(purpose, number),)
         if self.roster is not None:

@@ -25,7 +25,8 @@ The cohort is the draw of the round, whoever is there: a site that has not joine
 dropout. A site answers only one list of survivors in a round (the reason is in `aggregation/secure/secure_sum.py`).
 So after shares were requested, later attempts at the same sum ask only those survivors, and need all of them.
 
-With `aggregation.groups` a round has a sum for each group, and `sums_over` makes them at the same time: the requests of
+With `aggregation.groups`, and where a site is traced (`trace.py`), a round has a sum for each group, and `sums_over`
+makes them at the same time: the requests of
 one step go to the sites of all groups together, and then each group goes on for itself. So a round takes as long as one
 sum over all its sites. An attempt is a generator of what it asks (`Asking`). Refused: a thread for each group, because
 one that fails would leave others with their requests.
@@ -152,11 +153,10 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
             else:
                 out = out | course.unopened if course.unopened else out - barred
             reason = f"group {shown_group}: {error}" if shown_group else str(error)
-            _note_failed(attempt, course, reason)
-            if isinstance(error, UpdateError) or (
-                course.too_long and unmasking
-            ):  # which needs the site that is out
-                return Failed(failures, bound=True, spoiled=reason * isinstance(error, UpdateError))
+            spoiled = isinstance(error, UpdateError)
+            _note_failed(attempt, course, reason, spoiled)
+            if spoiled or (course.too_long and unmasking):  # which needs the site that is out
+                return Failed(failures, bound=True, spoiled=reason * spoiled)
             continue
         if timed := party.features.timed(trainings | course.trainings):
             journal.record(number, attempt.number, steps.MEASURED, timed)
@@ -166,10 +166,11 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
 
 
-def _note_failed(attempt: Attempt, course: Course, reason: str) -> None:
+def _note_failed(attempt: Attempt, course: Course, reason: str, spoiled: bool) -> None:
     """Journal that an attempt has failed, and show it."""
     party, wanted = attempt.party, attempt.wanted
     detail = {"reason": reason, "blamed": sorted(course.blamed), "sketched": course.sketched}
+    detail[steps.SPOILED] = sorted(course.folded) if spoiled else []
     party.journal.record(wanted.round, attempt.number, wanted.step(steps.FAILED), detail)
     party.observe(AttemptFailed(wanted.round, attempt.number, reason))
 
@@ -216,7 +217,7 @@ def _doubted(party: Party, wanted: Wanted, cohort: Iterable[str], out: set[str],
         turns: That sites in complaints have had in this sum.
     """
     could = [site for site in cohort if site not in party.left_out]
-    least = party.sums.quorum(wanted.purpose, wanted.group)
+    least = party.quorum(wanted.purpose, wanted.round, wanted.group)
     turn = 1 + turns + _sums_before(party, wanted, involved(party.complaints, could))
     present = [site for site in party.present(could) if site not in out]
     return suspects(party.complaints, could, present, turn=turn, least=least)
@@ -264,7 +265,7 @@ def _begin(
         able: The sites that can be asked otherwise.
     """
     sites = unmasking.detail["survivors"] if unmasking else able
-    needed = len(sites) if unmasking else party.sums.quorum(wanted.purpose, wanted.group)
+    needed = len(sites) if unmasking else party.quorum(wanted.purpose, wanted.round, wanted.group)
     step = wanted.step(steps.BEGUN)
     detail: dict[str, Any] = {"cohort": sites, "needed": needed, "fresh": told.fresh}
     if kept := party.features.kept(told.features):
@@ -286,7 +287,8 @@ def _begun(journal: Journal, wanted: Wanted) -> Entry | None:
 def _instructions(party: Party, wanted: Wanted, model_hash: bytes, cohort: tuple[str, ...]) -> Instructions:
     """What all sites of a sum are told, in each of its attempts: sites keep the updates that they made by it."""
     number = wanted.round
-    about = SumId(party.run, bytes.fromhex(party.plan.digest()), wanted.purpose, number)
+    division = party.division(wanted.purpose, number)
+    about = SumId(party.run, bytes.fromhex(party.plan.digest()), wanted.purpose, number, division)
     told: ByFeature = ()
     if wanted.purpose == TRAIN:
         begun = party.journal.newest(wanted.step(steps.BEGUN), number)

@@ -219,7 +219,7 @@ class RecordGame:
             total.add([(0, np.concatenate(sent[0].spans))])
             opened = total.open()
             summed = Summed(number, 0, names, opened.counters, by_feature, {}, (number,))
-            mean = features.combine([features.decode(summed, opened)])
+            mean = features.combine([features.decode(summed, opened)], [summed])
             features.before_step(mean, [summed])
             weights = weights + (
                 mean if part.trained is None else self.model.layout.spread(mean, part.trained)

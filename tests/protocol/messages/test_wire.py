@@ -287,7 +287,7 @@ def test_a_first_frame_longer_than_any_message_is_not_even_read(monkeypatch: pyt
 # What is not one message.
 
 
-@pytest.mark.parametrize("version", ["cloister/wire/7", "cloister/wire/9", "", 1, b"cloister/wire/8", ()])
+@pytest.mark.parametrize("version", ["cloister/wire/8", "cloister/wire/10", "", 1, b"cloister/wire/9", ()])
 def test_a_message_of_another_release_is_refused_with_what_to_do(version: Value) -> None:
     with raises(EncodingError, "version of the message", says="same release"):
         decode_reply([pack(version, "Joined", "site-0", b"", struct.pack(">d", 1.0))])
