@@ -351,8 +351,8 @@ class Site:
         history, most = partial(self._history, loaded, sum_id), loaded.plan.cohort.attempts
         return Attempts(folder, contract, member, history, most)
 
-    def _sketch(self, about: SumId, tries: int, seed: bytes) -> bytes:
-        """The sketch of the vector that the site has made for a sum, before its masks.
+    def _sketch(self, about: SumId, tries: int, seed: bytes, count: int) -> bytes:
+        """The sketch of the vector that the site has made for a sum, before its masks; `count` sketches with it.
 
         Raises:
             StaleError: the vector is lost.
@@ -371,7 +371,7 @@ class Site:
         lengths = layout.lengths(Orders.read(sums, self._kept.told(about, *shape), me).blocks)
         assert lengths is not None, "a contract with sketches has a bound"
         found = lengths.sketch(made.pieces, seed)
-        self._audit_log.record(self._fact("release", about, f"sketch, seed {seed.hex()}", tries))
+        self._audit_log.record(self._fact("release", about, f"sketch {count}, seed {seed.hex()}", tries))
         return sketch.to_bytes(found)
 
     def _history(self, loaded: Loaded, sum_id: SumId) -> bytes:

@@ -100,7 +100,8 @@ TARGET = 3.0
 """Root mean squares of a block at which values should be clipped."""
 LEAST_BOUND = 1 / 256
 """Least bound of a block where a sketch weighs blocks by their bounds, as a share of the largest: weights, which are
-whole steps of `vector.compression.FINEST`, are then off by 1/32 at most."""
+whole steps of `vector.compression.FINEST`, are then off by 1/32 at most. Sites refuse less: in the product of a row
+with two blocks, of which one weighs more than all steps of the other, the parts of both could be read."""
 LEAST_SHARE = 1 / 8
 """Least rms of a block that the bounds assume, as a share of that of all blocks."""
 SMALLEST = 2.0**-24
@@ -109,6 +110,8 @@ SMALLEST = 2.0**-24
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 _FALL, _RISE = 0.75, 2.0
+_ROUNDED = 1e-6
+"""Of a quotient of float32 numbers."""
 _RAREST = 1e-7
 """Fraction of clipped values below which the bounds are only known to be far too large."""
 
@@ -147,7 +150,8 @@ class Scales:
 
     @classmethod
     def most(cls, plan: Plan, parameters: int, norm_bound: float) -> Scales:
-        """The largest bounds, all together, that rounds with a bound on the norm of an update may have.
+        """The largest bounds, all together, that rounds with a bound on the norm of an update may have (`at_most`), but
+        for `SMALLEST`.
 
         The root mean squares of blocks have a norm of at most T / sqrt(S) then, with `LEAST_SHARE` of it and
         `LEAST_BOUND` of the largest beside.
@@ -156,7 +160,21 @@ class Scales:
         n = plan.cohort.needed() if plan.cohort.mode == "async" else plan.cohort.size()
         multiple = max(FIRST, START * math.sqrt(n) if plan.privacy.unit != "none" else TARGET * n)
         rms = norm_bound / math.sqrt(parameters) * math.sqrt(1 + LEAST_SHARE**2 + blocks * LEAST_BOUND**2)
-        return cls(_within(np.full(blocks, multiple * rms), plan.aggregation.bound), multiple)
+        return cls(np.full(blocks, min(multiple * rms, plan.aggregation.bound), np.float32), multiple)
+
+    def at_most(self, most: Scales, largest: float) -> Scales:
+        """These, where blocks are weighed in sketches: none below `LEAST_BOUND`, and all together not above others.
+
+        Rounds that train parts make the bounds of a whole vector one after the other, and liars could make each of
+        them large: a round with all of these blocks would have room for updates that no round may have.
+
+        Args:
+            most: Those others, of as many blocks.
+            largest: `aggregation.bound`.
+        """
+        bounds = np.maximum(self.bounds, self.bounds.max() * LEAST_BOUND).astype(np.float64)
+        bounds *= min(1.0, float(np.linalg.norm(most.bounds.astype(np.float64)) / np.linalg.norm(bounds)))
+        return Scales(_within(bounds, largest), self.multiple)
 
     def after(
         self,
@@ -279,6 +297,13 @@ def bounds_in(sent: bytes, plan: Plan, parameters: int) -> Floats:
             f"scales[{at}]",
             float(bounds[at]),
             expected=f"{float(least):.6g} to {float(most):.6g}, which aggregation.bound = {largest:g} allows",
+        )
+    if plan.aggregation.norm_bound is not None and bounds.min() < bounds.max() * LEAST_BOUND * (1 - _ROUNDED):
+        at = int(bounds.argmin())
+        raise UpdateError(
+            f"scales[{at}]",
+            float(bounds[at]),
+            expected=f"at least {LEAST_BOUND:g} of the largest, {float(bounds.max()):.6g}, with aggregation.norm_bound",
         )
     return bounds
 
@@ -439,9 +464,11 @@ class _AtCoordinator(AtCoordinator):
         self._scales = self._next = Scales.first(basis.plan, basis.parameters, bound_of(basis))
 
     def tell(self, number: int, cohort: Sequence[str]) -> bytes:
-        told = self._scales.within(self._part((number,)))
+        spans = self._part((number,))
+        told, size = self._scales.within(spans), sum(span.size for span in spans)
         if self.plan.aggregation.norm_bound is not None:
-            told = Scales(np.maximum(told.bounds, told.bounds.max() * LEAST_BOUND), told.multiple)
+            bound = bound_of(replace(self._basis, parameters=size))
+            told = told.at_most(Scales.most(self.plan, size, bound), self.plan.aggregation.bound)
         return told.to_bytes()
 
     def bounds(self, told: bytes) -> Floats:

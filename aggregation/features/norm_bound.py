@@ -54,13 +54,25 @@ def signal_share(basis: Basis) -> float:
     return 1 / math.sqrt(1 + ratio**2 * basis.parameters)
 
 
+def longest_signal(basis: Basis) -> float:
+    """The longest part of an honest update that comes from records, within the bound."""
+    plan = basis.plan
+    if basis.terms is not None and plan.local.optimizer == "sgd":
+        return min(bound_of(basis), _steps(basis) * plan.local.learning_rate * plan.privacy.clip)
+    return min(bound_of(basis), by_steps(basis)) * signal_share(basis)
+
+
+def _steps(basis: Basis) -> int:
+    local = basis.plan.local
+    return local.steps if local.balance == "fixed" else local.step_limits()[1]
+
+
 def by_steps(basis: Basis) -> float:
     """What the steps of a round can move the model: `auto`."""
     from cloister.lm.training.optimizer import optimizer_of  # torch takes seconds to import
 
     plan, d = basis.plan, basis.parameters
-    local = plan.local
-    steps = local.steps if local.balance == "fixed" else local.step_limits()[1]
+    local, steps = plan.local, _steps(basis)
     if basis.terms is not None and local.optimizer == "sgd":
         share = signal_share(basis)
         noise = math.sqrt(1 / share**2 - 1)  # over C

@@ -91,7 +91,8 @@ def norm_of_update(basis: Basis) -> float:
     """
     layout, bounds, room = layout_of(basis), None, 1.0
     if layout.blocks is not None:
-        bounds = compression.Scales.most(basis.plan, layout.blocks.values, layout.norm_bound).bounds
+        most = compression.Scales.most(basis.plan, layout.blocks.values, layout.norm_bound)
+        bounds = np.hypot(most.bounds, compression.SMALLEST * basis.plan.aggregation.bound)
         room = 1 + 1 / 32  # of weights that are rounded
     lengths = layout.lengths(bounds)
     assert lengths is not None, "a plan with aggregation.norm_bound"

@@ -336,10 +336,12 @@ class SecureCoordinator:
             TooFewSitesError: too few sites agree.
             LengthError: the vector of a site is too long. Nothing was revealed, so a later attempt may be without it.
         """
-        agreement = self.attempt.parameters.agreement
+        agreement = least = self.attempt.parameters.agreement
         if self.sketches is not None:
             self.sketches.check_all()
-        self._close(Step.CONFIRM, self._confirmed, least=agreement)
+            # Each sketch that is missing leaves room for what is no honest site's.
+            least = max(agreement, len(self._survivors) - self.attempt.parameters.dropouts)
+        self._close(Step.CONFIRM, self._confirmed, least=least)
         dropouts = tuple(site for site in sorted(self._shared) if site not in self._statements)
         confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time
         signatures = tuple((site, self._confirmed[site].signature) for site in confirmed)

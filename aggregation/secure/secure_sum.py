@@ -185,7 +185,8 @@ def survivors_digest(sharers: bytes, survivors: tuple[str, ...], digests: tuple[
 
 def sketch_seed(survivors: bytes) -> bytes:
     """The public seed of the sketches of an attempt, from `survivors_digest`: nobody knows it before the last honest
-    vector was masked and signed, because its digest depends on a mask that its site has drawn."""
+    vector was masked and signed, because its digest depends on a mask that its site has drawn. A coordinator that lies
+    can choose among those of the lists of survivors that it could show (docs/secure-sum.md)."""
     return hashlib.sha256(pack("sketch", survivors)).digest()
 
 

@@ -30,7 +30,7 @@ import math
 from bisect import bisect_right
 from collections import Counter as Counters
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -206,7 +206,8 @@ class SumLayout:
 
         An honest site of weight w sends values of at most L w / w_max steps, rounded up, and perhaps one more, because
         that is a product of floats. With `blocks` it adds a residual, and sends at most L steps. In clear no site adds
-        unit `site`'s noise, so the norm of its integers is that of a clipped update.
+        unit `site`'s noise, so the norm of its integers is that of a clipped update. A bound on the norm of an update
+        is as much shorter as the weight that the site states.
 
         Args:
             pieces: Offset and ring integers of each span of the vector; they are only read, and not copied.
@@ -226,7 +227,8 @@ class SumLayout:
             most = min(levels, -(-levels * counters[WEIGHT] // self.heaviest) + 1)
         self._check_steps(pieces, "a value of the update", 0, self.size, most)
         self._check_steps(pieces, "a value beside the update", self.size, self.extra, self.most_extra)
-        lengths = self.lengths(bounds)
+        share = counters[WEIGHT] / self.heaviest if math.isfinite(self.norm_bound) else 1.0
+        lengths = replace(self, norm_bound=self.norm_bound * share).lengths(bounds)
         if lengths is not None and (norm := lengths.norm(pieces)) > lengths.longest * _ROUNDED:
             raise UpdateError("norm of the update, in steps", norm, expected=f"at most {lengths.longest:.6g}")
         return counters

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister.aggregation.features.feature import Basis
-from cloister.aggregation.features.norm_bound import bound_of, by_steps, signal_share
+from cloister.aggregation.features.norm_bound import bound_of, longest_signal
 from cloister.aggregation.features.registry import norm_of_update
 from cloister.aggregation.vector.sketch import REACH, ROWS
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
@@ -184,11 +184,16 @@ def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
     longest signals of an honest one."""
     if plan.aggregation.norm_bound is None:
         return {}
-    basis = Basis(plan, counts.summed, most=counts.trained)
+    from cloister.lm.model.model import outline
+    from cloister.lm.model.schedule import Schedule
+
+    summed = counts.summed
+    if plan.scheduled:  # of all rounds, and not only of the first ones, which `counts` looks at
+        summed = Schedule.of(plan, outline(plan).layout).most()
+    basis = Basis(plan, summed, most=counts.trained)
     bound, most = bound_of(basis), norm_of_update(basis)
-    honest = min(bound, by_steps(basis)) * signal_share(basis)
-    reach = REACH if plan.aggregation.secure else 1.0
-    found = {"norm_bound": bound, "norm_bound_with_rounding": most, "liar_reach": reach * most / honest}
+    reach = (REACH if plan.aggregation.secure else 1.0) * most / longest_signal(basis)
+    found = {"norm_bound": bound, "norm_bound_with_rounding": most, "liar_reach": reach}
     return found | ({"sketched": plan.cohort.attempts * ROWS} if plan.sketches else {})
 
 
@@ -200,6 +205,9 @@ def bound_rows(plan: Plan, bound: Mapping[str, float], summed: int) -> Iterator[
         times = f"{REACH:g} times the latter" if plan.aggregation.secure else "the latter"
         signals = f"{bound['liar_reach']:.3g} longest signals of an honest one"
         yield "a lying site adds at most", f"{times}: as much as {signals}"
+        if plan.sketches:
+            more = f"{2 * REACH:g} times that norm, and at most {plan.spare()} of them"
+            yield "more, for each honest site that sends no sketch", more
         if "sketched" in bound:
             shown = f"{bound['sketched']:,.0f} of {summed:,}, in {plan.cohort.attempts} attempts"
             yield "numbers that sketches show of an update, at most", shown
@@ -387,7 +395,10 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     yield "sites that must finish", f"{secure.quorum}"
     if plan.aggregation.trace_groups > 1:
         of = " or ".join(f"{n:,}" for n in plan.in_groups(plan.aggregation.trace_groups))
-        yield "groups, after a sum that no honest sites can have", f"{plan.aggregation.trace_groups:,} of {of} sites"
+        yield (
+            "groups, after a sum that no honest sites can have",
+            f"{plan.aggregation.trace_groups:,} of {of} sites",
+        )
     yield "honest updates in an opened sum, at least", f"{plan.honest()}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)

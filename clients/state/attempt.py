@@ -60,7 +60,7 @@ Mask: TypeAlias = Callable[[SecureSite, list[Piece]], Written]
 """Masks the pieces of a whole vector, each element once."""
 
 
-def _no_sketch(_seed: bytes) -> bytes:
+def _no_sketch(_seed: bytes, _count: int) -> bytes:
     raise AssertionError("a contract with sketches needs what makes them")
 
 
@@ -94,14 +94,16 @@ class Attempts:
         self._known: State | None = None
         self._site: SecureSite | None = None  # the protocol's state, if it was built for what is known
 
-    def agree(self, told: Told, round_number: int, sketch: Callable[[bytes], bytes] = _no_sketch) -> Answer:
+    def agree(
+        self, told: Told, round_number: int, sketch: Callable[[bytes, int], bytes] = _no_sketch
+    ) -> Answer:
         """Handle a step of the attempt at a round's sum that carries no vector.
 
         Args:
             told: The step's message.
             round_number: The round.
-            sketch: Where the contract has sketches: makes that of the vector that was masked, given its seed. It may
-                take long, and the lock on the folder is not held.
+            sketch: Where the contract has sketches: makes that of the vector that was masked, given its seed and how
+                many sketches there are of the vector with it. It may take long, and the lock on the folder is not held.
 
         Raises:
             SecureSumError: the site refuses.
@@ -133,7 +135,7 @@ class Attempts:
             else:
                 self._remember(files.keep(state, (int(step), _bytes_of(told))), site)
         if step is Step.CONFIRM and self._contract.sketches:
-            return site.sketched(sketch(site.seed))
+            return site.sketched(sketch(site.seed, state.marks.sketched[2]))
         return answer
 
     def _count_sketch(self, files: AttemptFiles, state: State, kept: Kept) -> State:
@@ -144,15 +146,15 @@ class Attempts:
         """
         if any(step == Step.CONFIRM for step, _ in kept.log):
             return state
-        *about, count = state.marks.sketched
-        if about[0] == kept.now[0] and about[1] != kept.now[1] and count >= self._most_sketches:
+        counted = files.mark_sketched(state)
+        if (count := counted.marks.sketched[2]) > self._most_sketches:
             raise AnsweredError(
                 "sketches of one update",
                 count,
                 expected=f"at most {self._most_sketches} (cohort.attempts): each shows the coordinator more of it",
                 fix="continue with the next round",
             )
-        return files.mark_sketched(state)
+        return counted
 
     def masked_in(self, round_number: int) -> bool:
         """Whether the site has masked a vector of a round, which may be in a sum that was opened."""

@@ -185,14 +185,11 @@ class AttemptFiles:
         return replace(state, marks=self._mark(replace(state.marks, masked=round_number)))
 
     def mark_sketched(self, state: State) -> State:
-        """Record durably that the site sends a sketch of its vector in the attempt that it has joined, unless it is
-        recorded."""
-        marks = _sketched_in(state.marks, state.marks.joined)
-        if marks == state.marks:
-            with on_disk(self._folder):
-                sync(self._marks)  # as in `mark_masked`
-            return state
-        return replace(state, marks=self._mark(marks))
+        """Record durably that the site sends a sketch of its vector in the attempt that it has joined.
+
+        Also where the marks say so already: that may be what was assumed for a slot that is lost, and is not on disk.
+        """
+        return replace(state, marks=self._mark(_sketched_in(state.marks, state.marks.joined)))
 
     def keep_revealed(self, state: State, request: bytes, answer: bytes) -> None:
         """Keep the answer to a request for shares, which is marked, durably; it replaces the previous one.

@@ -21,7 +21,10 @@ other weights each time, and a sum in clear has no roster.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,6 +67,21 @@ class Schedule:
             return self.layout
         return _drawn(self, number if self.part < 1 else number % 2)
 
+    def most(self) -> int:
+        """The most parameters that any round can train."""
+        names = self.layout.names
+        halves = [
+            [name for name in names if half in name or HEAD in name] for half in (".lora_A.", ".lora_B.")
+        ]
+        return max(self._most_of(half) for half in (halves if self.rolora else [names]))
+
+    def _most_of(self, names: Sequence[str]) -> int:
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        sizes: Counter[str] = Counter()
+        for name in names:
+            sizes[_block(name)] += math.prod(shapes[name])
+        return sum(sorted(sizes.values(), reverse=True)[: _count(self.part, len(sizes))])
+
     def layouts(self, rounds: int) -> set[Layout]:
         """What the first rounds train, each layout once; a round of a plan without `part` trains one of two at most."""
         return {
@@ -79,7 +97,7 @@ def _drawn(schedule: Schedule, number: int) -> Layout:
         names = tuple(name for name in names if half in name or HEAD in name)
     if schedule.part < 1:
         blocks = sorted({_block(name) for name in names})
-        count = max(1, round(schedule.part * len(blocks)))
+        count = _count(schedule.part, len(blocks))
 
         def place(block: str) -> bytes:
             return hashlib.sha256(pack("cloister/part", schedule.seed, number, block)).digest()
@@ -87,6 +105,11 @@ def _drawn(schedule: Schedule, number: int) -> Layout:
         chosen = set(sorted(blocks, key=place)[:count])
         names = tuple(name for name in names if _block(name) in chosen)
     return schedule.layout.only(names)
+
+
+def _count(part: float, blocks: int) -> int:
+    """How many of so many blocks a round trains."""
+    return max(1, round(part * blocks))
 
 
 def _block(name: str) -> str:

@@ -56,12 +56,12 @@ class Policy(Section):
     """Fewest sites in a sum that is opened; a large cohort may split into smaller sums."""
     secure_required: bool = True
     """Accept only sums under masks."""
-    sketches: bool = False
-    """Accept a plan in which the site sends sketches of its own update (`aggregation.norm_bound` under masks): 128
-    numbers in each attempt at a round, at most `cohort.attempts` times. The unit of privacy, a record or an owner,
-    covers them, because the update has its noise. They show the coordinator something of the site as a whole, which the
-    unit does not cover, and which otherwise the other sites' updates hide. A site without a policy refuses such a
-    plan."""
+    sketches: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Most sketches of one update that the site sends (`aggregation.norm_bound` under masks): 128 numbers in each
+    attempt at a round, of which a plan has `cohort.attempts`. 0: a plan with sketches is refused. The unit of privacy,
+    a record or an owner, covers them, because the update has its noise. They show the coordinator something of the site
+    as a whole, which the unit does not cover, and which otherwise the other sites' updates hide. As many numbers as the
+    update has values show all of it. A site without a policy refuses such a plan."""
     roster_hash: Annotated[
         str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
     ] = ""
@@ -218,6 +218,9 @@ class Policy(Section):
     def _check_sketches(self, plan: Plan) -> None:
         if plan.sketches and not self.sketches:
             _refuse("sketches", "aggregation.norm_bound", plan.aggregation.norm_bound, "no value")
+        if plan.sketches and plan.cohort.attempts > self.sketches:
+            what = "sketches of one update (cohort.attempts)"
+            _refuse("sketches", what, plan.cohort.attempts, f"at most {self.sketches}")
 
     def _check_questions(self, plan: Plan, asked: float) -> None:
         """Refuse a kind of questions that is not listed, and one that costs too much; as for `check`."""

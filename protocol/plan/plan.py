@@ -588,7 +588,8 @@ class AggregationSection(PlanSection):
     """Largest L2 norm of a site's update in one round. Each site scales its update down to it, and the sum checks it.
     Under masks each site sends the coordinator a sketch in each attempt: 128 numbers that show something of that one
     update, and of the site as a whole. So it needs the privacy unit `record` or `owner` there, and each site's policy
-    must accept it. A site that lies in its update then adds at most three times the bound and its room for rounding.
+    must accept it. A site that lies in its update then adds at most three times the bound and its room for rounding,
+    as long as each honest site sends its sketch.
     `auto`: what the steps of a round can move the model. None: no bound."""
     part: Annotated[Fraction, _UNCORRELATED] = 1.0
     """Fraction of the blocks of layers that a round trains and sums, drawn in public for each round; the other

@@ -780,7 +780,7 @@ LAX = {
     "trusted_coordinator": "true",
     "least_cohort": "1",
     "secure_required": "false",
-    "sketches": "true",
+    "sketches": "3",
 }
 """A policy that allows every plan of these tests."""
 WINDOW = [*RECORD, "privacy.record=window"]
@@ -806,7 +806,7 @@ TIGHTER: dict[str, tuple[list[str], dict[str, str]]] = {
     "trusted_coordinator": (CENTRAL, {"trusted_coordinator": "false"}),
     "least_cohort": (SKELLAM, {"least_cohort": "5"}),
     "secure_required": (CENTRAL, {"secure_required": "true"}),
-    "sketches": (SKETCHED, {"sketches": "false"}),
+    "sketches": (SKETCHED, {"sketches": "0"}),
     "roster_hash": (SKELLAM, {"roster_hash": f'"{"ab" * 32}"'}),
     "models": (SKELLAM, {"models": '["gpt2"]'}),
     "tokenizers": (SKELLAM, {"tokenizers": '["gpt2"]'}),

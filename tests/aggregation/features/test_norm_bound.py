@@ -11,13 +11,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cloister.aggregation.features.compression import LEAST_BOUND, Scales
-from cloister.aggregation.features.feature import Basis
-from cloister.aggregation.features.norm_bound import Bounded, bound_of
-from cloister.aggregation.features.registry import layout_of, norm_of_update
+from cloister.aggregation.features.compression import FIRST, LEAST_BOUND, Scales, bounds_in
+from cloister.aggregation.features.feature import Basis, Given, Summed
+from cloister.aggregation.features.norm_bound import Bounded, bound_of, longest_signal
+from cloister.aggregation.features.registry import Coordinated, layout_of, norm_of_update
 from cloister.aggregation.secure.secure_sum import sketch_seed
 from cloister.aggregation.secure.sketches import Sketches
 from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector.average import WEIGHT, Counter, SumLayout
+from cloister.aggregation.vector.ring import Ring
 from cloister.aggregation.vector.rotation import ROTATED
 from cloister.aggregation.vector.sketch import REACH, Lengths, from_bytes, to_bytes
 from cloister.aggregation.vector.span import manifest_of
@@ -26,11 +28,22 @@ from cloister.clients.ranks.resident import Resident
 from cloister.clients.site import Simulated, Site
 from cloister.clients.state.attempt_files import AttemptFiles
 from cloister.clients.state.kept import Written
+from cloister.lm.model.layout import Layout
+from cloister.lm.model.schedule import Schedule
 from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError
+from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError, UpdateError
 from cloister.protocol.identity.audit_log import AuditLog, Fact
-from cloister.protocol.messages.messages import Agree, Confirm, Failed, Reply, Request, SumId, Survivors
+from cloister.protocol.messages.messages import (
+    TRAIN,
+    Agree,
+    Confirm,
+    Failed,
+    Reply,
+    Request,
+    SumId,
+    Survivors,
+)
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.progress import AttemptFailed, RoundAbandoned, RoundDone, SiteFailed
 from cloister.server.run import run
@@ -161,8 +174,8 @@ class Liar:
             vector[:size] += effect
             return Written(manifest_of([(0, vector)]), [(0, vector)])
 
-        def claimed(site: Site, about: SumId, tries: int, seed: bytes) -> bytes:
-            true = sketch(site, about, tries, seed)
+        def claimed(site: Site, about: SumId, tries: int, seed: bytes, count: int) -> bytes:
+            true = sketch(site, about, tries, seed, count)
             if site.name != self.name or not honest:
                 return true
             return to_bytes(from_bytes(true) + lengths.sketch([(0, effect)], seed))
@@ -286,10 +299,12 @@ def test_a_site_makes_as_many_sketches_of_an_update_as_the_plan_has_attempts(tmp
         assert files.state(None).marks.sketched == (3, 1, 1)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 def test_no_site_makes_one_more_for_a_coordinator_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
-    """All sites sketch, and all answers but one are lost, in two attempts; then another process asks again."""
+    """All sites sketch, and all answers but one are lost, in two attempts; then another process asks again. Where
+    `damaged`, a slot of the marks of one site is lost before it is asked for its sketch, each time."""
     lost = federation(tmp_path, "cohort.attempts=2", "cohort.quorum=1.0", "aggregation.dropouts=0.0")
     name, seeds, events = lost.names[0], set[bytes](), list[object]()
 
@@ -299,7 +314,15 @@ def test_no_site_makes_one_more_for_a_coordinator_that_goes_on(
             return reply if reply.site == name else Failed(reply.site, "lost")
         return reply
 
-    lost.channel.tamper = lose
+    def damage(site: str, request: Request) -> None:
+        if damaged and site == name and isinstance(request, Agree) and isinstance(request.told, Survivors):
+            (marks,) = (lost.sites_folder / name).glob("**/secure/train/marks")
+            whole = bytearray(marks.read_bytes())
+            with AttemptFiles.turn(marks.parent, f"{request.sum.run}/train") as files:
+                whole[files.state(None).marks.writes % 2 * (len(whole) // 2) + 20] ^= 1
+            marks.write_bytes(whole)
+
+    lost.channel.tamper, lost.channel.before = lose, damage
     monkeypatch.setattr(sum_module, "_sketched", lambda *_: False)  # an honest one gives the round up
     with pytest.raises(QuorumError):
         go(lost, tmp_path)
@@ -321,6 +344,8 @@ def test_liars_that_fill_the_room_for_rounding_make_no_larger_room(bits: int, li
     layout, most = layout_of(basis), norm_of_update(basis)
     direction = np.ones(size) if place == "everywhere" else np.eye(20)[3].repeat(ROTATED)
     grown = []
+    assert layout.blocks is not None
+    assert layout.blocks.most_kept == 1, "a residual of one step"
     for limit in (1.0, math.inf):
         scales, norms = Scales.first(plan, size, limit), []
         for _ in range(12):
@@ -333,6 +358,148 @@ def test_liars_that_fill_the_room_for_rounding_make_no_larger_room(bits: int, li
         grown.append(max(norms))
     assert grown[0] <= most
     assert bits == 16 or grown[1] > 1.5 * most, "without the limit"
+
+
+@pytest.mark.parametrize(
+    ("bits", "sites", "times"),
+    [(8, 8, "2.4 times"), (8, 43, "25 times"), (16, 8, "1.04 times"), (16, 100, "1.3 times")],
+)
+def test_the_room_for_rounding_is_what_the_page_says(bits: int, sites: int, times: str) -> None:
+    few = [f"aggregation.ring_bits={bits}", "aggregation.compression={}", "aggregation.norm_bound=1.0"]
+    room = norm_of_update(Basis(tiny(*BOUNDED, *few, f"cohort.sites={sites}"), 10**6))
+    figure = times.partition(" ")[0]
+    assert f"{room:.{len(figure.replace('.', ''))}g}" == figure
+    said = (Path(__file__).resolve().parents[3] / "docs" / "poisoning.md").read_text(encoding="utf-8")
+    assert f"{times} for {sites}" in " ".join(said.replace("`norm_bound` ", "").split())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["aggregation.part=0.125"], ["model.adapter.scheme=rolora", "aggregation.part=0.25"]],
+    ids=["part", "rolora"],
+)
+def test_liars_that_heat_one_part_after_the_other_make_no_larger_room(
+    monkeypatch: pytest.MonkeyPatch, changes: list[str]
+) -> None:
+    """The bounds of a whole vector are made by many rounds, and one round may have all blocks that were heated."""
+    few = ["aggregation.ring_bits=8", "aggregation.compression={}", "aggregation.norm_bound=1.0"]
+    plan = tiny(*BOUNDED, *few, "cohort.sites=43", "run.rounds=40", *changes)
+    names = [f"layers.{layer}.lora_{half}.w" for layer in range(32) for half in "AB"]
+    layout = Layout(tuple(names), ((ROTATED,),) * len(names), "")
+    sums = Sums.over(plan, layout, b"")
+    stated = max(norm_of_update(sums.of_round(TRAIN, number)) for number in range(1, 41))
+    assert max(rooms_of_heated(sums, 4)) <= stated
+    floored = lambda scales, *_: Scales(np.maximum(scales.bounds, scales.bounds.max() * LEAST_BOUND), 1.0)  # noqa: E731  # one line
+    monkeypatch.setattr(Scales, "at_most", floored)  # removes the guard
+    assert max(rooms_of_heated(sums, 4)) > 1.2 * stated
+
+
+def rooms_of_heated(sums: Sums, liars: int) -> list[float]:
+    """T of each round, where in each the liars add all that they can to the block that they have not heated longest."""
+    sites, rooms, heated = sums.plan.cohort.size(), [], dict[int, int]()
+    coordinator = Coordinated(sums, Given())
+    for number in range(1, sums.plan.run.rounds + 1):
+        of = sums.of_round(TRAIN, number)
+        told = coordinator.tell(number, (), {})
+        lengths = of.training.lengths(coordinator.bounds(told))
+        assert lengths is not None
+        rooms.append(lengths.bound)
+        mean, own = np.zeros(of.parameters, np.float32), 0
+        places = [
+            span.start // ROTATED + more
+            for span in sums.part((number,))
+            for more in range(span.size // ROTATED)
+        ]
+        own = min(range(len(places)), key=lambda at: heated.get(places[at], 0))
+        heated[places[own]] = number
+        length = 1.4 * liars * lengths.bound / sites
+        mean[own * ROTATED : (own + 1) * ROTATED] = length / math.sqrt(ROTATED)
+        summed = Summed(number, 0, tuple(map(str, range(sites))), {WEIGHT: sites}, told, {}, (number,))
+        coordinator.before_step(mean, [summed])
+        coordinator.after_step()
+    return rooms
+
+
+def test_a_coordinator_bounds_the_scales_that_it_makes_by_the_norm_bound() -> None:
+    """Of a mean that is far too long."""
+    few = ["aggregation.ring_bits=8", "aggregation.compression={}", "aggregation.norm_bound=1.0"]
+    plan, size = tiny(*BOUNDED, *few, "cohort.sites=8"), 4 * ROTATED
+    sums = Sums(plan, size)
+    coordinator = Coordinated(sums, Given())
+    first = coordinator.bounds(coordinator.tell(1, (), {}))
+    assert first is not None
+    assert first.max() <= 1.01 * FIRST / math.sqrt(size), "of an update as long as the bound"
+    mean = np.full(size, 100.0, np.float32)
+    made = Scales(first, 0.0)
+    limited = made.after(plan, mean, 8, 1.0, None, 1.0).bounds
+    summed = Summed(1, 0, tuple(map(str, range(8))), {WEIGHT: 8}, (), {}, (1,))
+    coordinator.before_step(mean, [summed])
+    coordinator.after_step()
+    assert coordinator.state()["compression/bounds"].tolist() == pytest.approx(limited.tolist())
+
+
+def test_a_site_refuses_blocks_that_one_row_would_tell_apart() -> None:
+    plan = tiny(*BOUNDED, "aggregation.ring_bits=8", "aggregation.compression={}")
+    bounds = np.array([1.0, LEAST_BOUND], np.float32)
+    assert bounds_in(bounds.tobytes(), plan, 2 * ROTATED).tolist() == bounds.tolist()
+    with raises(UpdateError, "scales[1]"):
+        bounds_in((bounds * [1, 0.99]).astype("<f4").tobytes(), plan, 2 * ROTATED)
+
+
+def test_in_clear_a_site_of_little_weight_sends_a_short_vector() -> None:
+    """Its update is divided by the weights of all, so as long as that of the heaviest site it would count far more."""
+    layout = SumLayout(Ring(32, 1.0, 8), 100, (Counter(WEIGHT, 50, 1),), heaviest=50, norm_bound=1.0)
+    for weight, refused in ((50, False), (1, True)):
+        vector = layout.ring.encode(np.full(100, 0.1, np.float32), bytes(32), factor=1.0)[0]
+        vector = np.minimum(vector, layout.ring.levels * weight // 50)  # what single values may be
+        vector[:] = vector if weight == 50 else 0
+        vector[:1] = vector[0] if weight == 50 else layout.ring.levels // 50
+        whole = np.concatenate([vector, layout.tail({WEIGHT: weight})])
+        layout.check([(0, whole)])
+        if refused:
+            whole[:2] = layout.ring.levels // 50
+            with raises(UpdateError, "norm of the update, in steps"):
+                layout.check([(0, whole)])
+
+
+@pytest.mark.parametrize("part", [0.1, 0.25])
+def test_what_is_printed_of_a_plan_whose_rounds_train_parts_holds_in_every_round(part: float) -> None:
+    """The largest block may be drawn late."""
+    shapes = {f"layers.{layer}.w": (10, 10 + layer) for layer in range(12)} | {"embedding": (100, 50)}
+    layout = Layout(tuple(shapes), tuple(shapes.values()), "")
+    schedule = Schedule.of(tiny(*BOUNDED, f"aggregation.part={part}"), layout)
+    sizes = [schedule.of_round(number).size for number in range(1, 500)]
+    assert max(sizes) <= schedule.most() <= layout.size
+    assert max(sizes[:4]) < schedule.most()
+    assert part > 0.1 or max(sizes) == schedule.most()
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(1, 128), (64, 8)])
+def test_the_longest_signal_of_sgd_has_no_noise(steps: int, batch: int) -> None:
+    plan = tiny(*BOUNDED, "local.optimizer=sgd", f"local.steps={steps}", f"local.batch_size={batch}")
+    basis = Basis(plan, 10_000)
+    assert longest_signal(basis) == pytest.approx(
+        min(bound_of(basis), steps * plan.local.learning_rate * plan.privacy.clip)
+    )
+
+
+def test_an_attempt_that_ends_by_a_liar_does_not_count_where_another_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two attempts the first ends before step 5, for dropouts, and the next by a vector that is too long."""
+    lying = federation(tmp_path, "cohort.attempts=2", "run.rounds=1")
+    Liar(monkeypatch, lying, 5 * steps_in(lying), honest=True)
+    asked = 0
+
+    def down(_site: str, step: str, _request: Request) -> bool:
+        nonlocal asked
+        asked += step == "share"
+        return step == "share" and asked <= 5
+
+    lying.channel.down = down
+    events = go(lying, tmp_path)
+    assert [event.attempt for event in of(events, AttemptFailed)] == [1, 2]
+    assert [event.sites for event in of(events, RoundDone)] == [4]
 
 
 # What a site's people allow, and see.
@@ -352,7 +519,9 @@ def test_no_sketch_leaves_after_the_policy_has_changed(
 ) -> None:
     changed = federation(tmp_path, "cohort.attempts=1")
     allowed, sent = [True], []
-    monkeypatch.setattr(Admission, "policy", lambda _self: Policy(units=("record",), sketches=allowed[0]))
+    monkeypatch.setattr(
+        Admission, "policy", lambda _self: Policy(units=("record",), sketches=int(allowed[0]))
+    )
 
     def before(_site: str, request: Request) -> None:
         allowed[0] = not (isinstance(request, Agree) and isinstance(request.told, Survivors))
@@ -384,4 +553,4 @@ def test_the_audit_log_has_a_line_for_each_sketch(tmp_path: Path) -> None:
     logged.channel.sites[name] = lambda: Site(config, logged.resident, simulated=alone, audit_log=lines)
     go(logged, tmp_path)
     released = [(fact.round, fact.detail.partition(",")[0]) for fact in lines.facts if fact.what == "release"]
-    assert released == [(1, "train"), (1, "sketch"), (2, "train"), (2, "sketch")]
+    assert released == [(1, "train"), (1, "sketch 1"), (2, "train"), (2, "sketch 1")]

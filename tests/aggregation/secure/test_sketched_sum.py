@@ -25,6 +25,7 @@ from cloister.aggregation.vector.sketch import (
     SLACK,
     Integers,
     Lengths,
+    estimate,
     to_bytes,
 )
 from cloister.protocol.errors import (
@@ -34,14 +35,17 @@ from cloister.protocol.errors import (
     SecureSumError,
     SignatureError,
     StepError,
+    TooFewSitesError,
     UpdateError,
 )
 from cloister.protocol.messages.messages import Confirm, Masked, Sketched, Survivors
+from cloister.protocol.plan.threshold import Tolerance
 from cloister.tests.parties.protocol_parties import LENGTH, Parties, carried, signed
 from cloister.tests.tools.raises import raises
 
 SIZE, BOUND, SITES = 30, 1000.0, 5
 LENGTHS = Lengths(SIZE, BOUND)
+ONE_DROPS_OUT = Tolerance(0.2, 0.0)
 Vector = npt.NDArray[np.int64]
 
 
@@ -146,7 +150,7 @@ def test_counters_are_in_no_sketch() -> None:
 
 
 def test_an_honest_site_that_drops_out_after_its_upload_stops_nothing() -> None:
-    parties = Liars()
+    parties = Liars(tolerance=ONE_DROPS_OUT)
     total = parties.run({parties.names[0]: 4})
     np.testing.assert_array_equal(total.view(np.int32), sum(parties.plain.values()))
 
@@ -206,18 +210,45 @@ def test_without_the_check_of_lengths_a_liar_adds_what_it_likes(monkeypatch: pyt
     assert parties.added(parties.run()) > 10 * REACH * BOUND
 
 
-def test_liars_that_send_no_sketch_gain_no_more_than_the_missing_ones() -> None:
-    """Two of five are missing, a liar and an honest site: the bound is 3 (m + 2 h) times the longest."""
-    for length, accepted in ((BOUND, True), (5 * BOUND, None), (40 * BOUND, False)):
-        parties = Sharing(1, along(np.arange(SIZE) - 7, length))
-        dropped = {parties.liars[0]: 4, parties.names[-1]: 4}
-        try:
-            total = parties.run(dropped)
-        except UpdateError:
-            assert not accepted
-        else:
-            assert accepted is not False
-            assert parties.added(total) <= REACH * 3 * BOUND
+@pytest.mark.parametrize(("length", "accepted"), [(1, True), (1.6, None), (2.5, False), (40, False)])
+def test_a_liar_that_sends_no_sketch_gains_what_one_sketch_may_hide(
+    length: float, accepted: bool | None
+) -> None:
+    """One of five is missing: what is left of the sum is at most what one vector may be, by its estimate."""
+    parties = Sharing(1, along(np.arange(SIZE) - 7, length * BOUND), tolerance=ONE_DROPS_OUT)
+    try:
+        total = parties.run({parties.liars[0]: 4})
+    except UpdateError:
+        assert not accepted
+    else:
+        assert accepted is not False
+        assert parties.added(total) <= REACH * BOUND
+
+
+def test_a_sketch_that_is_missing_is_room_for_one_and_not_for_two() -> None:
+    """By the coordinator's own check: between what one and two sketches may hide."""
+    effect = along(np.ones(SIZE), 1.1 * SLACK * BOUND)
+    total = effect.astype(np.int32).view(np.uint32)
+    hidden = [
+        seed
+        for seed in (bytes([number]) * 32 for number in range(20))
+        if estimate(LENGTHS.sketch([(0, total)], seed)) > SLACK * BOUND
+    ]
+    assert hidden
+    for seed in hidden:
+        with raises(UpdateError, "sum of the updates"):
+            Sketches(LENGTHS).check_sum(total, seed, 1)
+        Sketches(LENGTHS).check_sum(total, seed, 2)
+
+
+def test_no_more_sketches_are_missing_than_sites_may_drop_out() -> None:
+    """Each one that is missing leaves room for what no honest site has sent."""
+    parties = Sharing(1, along(np.arange(SIZE) - 7, BOUND), tolerance=ONE_DROPS_OUT)
+    parameters = Attempt(parties.contract, parties.coordinator.begin).parameters
+    assert parameters.dropouts == 1
+    assert parameters.agreement < SITES - 1
+    with raises(TooFewSitesError, "sites that finished the step confirm"):
+        parties.run({parties.liars[0]: 4, parties.names[-1]: 4})
 
 
 # 10,000 random attacks, by the coordinator's own checks; and 100 that go through the protocol.

@@ -298,6 +298,21 @@ def test_sketches_are_counted_for_each_round_and_none_is_forgotten(folder: Path)
     assert counts == [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 1)]
 
 
+def test_a_count_of_sketches_that_is_assumed_is_written_before_one_leaves(folder: Path) -> None:
+    """Otherwise it is assumed again for the next attempt, which counts no more for it."""
+    with turn(folder) as files:
+        state = files.begin(files.state(None), Kept((0, 0), (1, 1), SEED, (BEGIN,)))
+    damaged = bytearray((folder / "marks").read_bytes())
+    damaged[state.marks.writes % 2 * 4096 + 10] ^= 1
+    (folder / "marks").write_bytes(damaged)
+    with turn(folder) as files:
+        assumed = files.state(None)
+        assert assumed.marks.sketched == (1, 1, 1)
+        written = files.mark_sketched(assumed)
+    assert read(folder).marks == written.marks
+    assert written.marks.writes > assumed.marks.writes
+
+
 def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) -> None:
     (folder / "attempt").write_bytes(b"torn")
     found = read(folder)

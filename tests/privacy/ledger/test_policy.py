@@ -33,6 +33,7 @@ PLACES = {
     "trusted_coordinator": ("privacy", "trusted_coordinator"),
     "secure": ("aggregation", "secure"),
     "norm_bound": ("aggregation", "norm_bound"),
+    "attempts": ("cohort", "attempts"),
     "model": ("model", "name"),
     "tokenizer": ("model", "tokenizer"),
     "revision": ("model", "revision"),
@@ -112,8 +113,8 @@ DEMANDS: list[tuple[str, str, list[Any], list[Any]]] = [
     ("least_cohort = 8", "cohort", [8, 9], [7, 0, -8]),
     ("secure_required = true", "secure", [True], [False, 1, None]),
     ("secure_required = false", "secure", [True, False], []),
-    ("sketches = false", "norm_bound", [None], [1.0, "auto"]),
-    ("sketches = true", "norm_bound", [None, 1.0, "auto"], []),
+    ("sketches = 0", "norm_bound", [None], [1.0, "auto"]),
+    ("sketches = 3", "norm_bound", [None, 1.0, "auto"], []),
     (f'roster_hash = "{HASH}"', "roster_hash", [HASH, HASH.upper()], ["", "cd" * 32, HASH[:-1]]),
     ('models = ["builtin:llama"]', "model", ["builtin:llama"], ["builtin:llama2", "Builtin:llama", ""]),
     (
@@ -172,6 +173,16 @@ def test_an_offer_that_another_demand_refuses_tells_nothing_of_the_spending(
                 offer.but(**{field: value}).check(demanded)
             said.add(str(error.value))
         assert len(said) == 1
+
+
+def test_the_sketches_of_an_update_are_counted(path: Path) -> None:
+    """A family of plans may have cohorts with more attempts."""
+    demanded, offer = policy(path, "sketches = 2"), OFFER.but(norm_bound=1.0)
+    for attempts in (1, 2):
+        offer.but(attempts=attempts).check(demanded)
+    with raises(PolicyError, "sketches of one update (cohort.attempts)"):
+        offer.but(attempts=3).check(demanded)
+    OFFER.but(attempts=3).check(demanded)
 
 
 def test_every_demand_is_tried() -> None:

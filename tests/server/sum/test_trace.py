@@ -254,7 +254,7 @@ def test_groups_that_trace_are_secure_sums_of_their_own_which_policies_see() -> 
     assert (plan.quorum(), plan.honest()) == (2, 2), "of groups of three, of which one may drop out"
     assert draw_of(plan, TRAIN).groups == 1
     assert draw_of(plan, TRAIN, "trace").sizes == (3, 3, 3)
-    least, more = (Policy(sketches=True, least_cohort=fewest) for fewest in (2, 3))
+    least, more = (Policy(sketches=3, least_cohort=fewest) for fewest in (2, 3))
     least.check(plan, noise=1.0, epsilon=1.0, roster_hash="", cohort=plan.quorum())
     with raises(PolicyError, "fewest sites in a sum"):
         more.check(plan, noise=1.0, epsilon=1.0, roster_hash="", cohort=plan.quorum())
