@@ -26,9 +26,14 @@ from cloister.aggregation.features.feature import WHOLE, AtSite, Basis, Clipped,
 from cloister.aggregation.vector.average import SumLayout
 from cloister.aggregation.vector.ring import RingVector
 from cloister.aggregation.vector.rotation import Floats
+from cloister.aggregation.vector.sketch import ROWS
 from cloister.privacy.mechanism.clip import clip
+from cloister.protocol.errors import PlanError
 from cloister.protocol.plan.plan import AUTO, LARGEST_CLIP, SMALLEST_CLIP
 
+_HIDDEN = 4
+"""Values of an update for each number that its sketches show, at least: the values are small whole numbers, so fewer
+numbers than values can tell them."""
 _ROOM = 1.1
 """Of the noise's norm, over its mean."""
 
@@ -120,6 +125,14 @@ class _AtSite(AtSite):
 
 
 def _bounded(basis: Basis, layout: SumLayout) -> SumLayout:
+    shown = basis.plan.cohort.attempts * ROWS
+    if basis.plan.sketches and basis.parameters < _HIDDEN * shown:
+        raise PlanError(
+            "aggregation.norm_bound",
+            f"{shown:,} numbers of an update of {basis.parameters:,} values",
+            expected=f"at least {_HIDDEN} times as many values: sketches would show all of an update, or nearly all",
+            fix="lower cohort.attempts, train more parameters, or remove aggregation.norm_bound",
+        )
     return dataclasses.replace(layout, norm_bound=bound_of(basis))
 
 

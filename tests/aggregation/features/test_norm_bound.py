@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -32,12 +33,13 @@ from cloister.lm.model.layout import Layout
 from cloister.lm.model.schedule import Schedule
 from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.noise import NoiseStream
-from cloister.protocol.errors import PolicyError, QuorumError, SpoiledError, UpdateError
+from cloister.protocol.errors import PlanError, PolicyError, QuorumError, SpoiledError, UpdateError
 from cloister.protocol.identity.audit_log import AuditLog, Fact
 from cloister.protocol.messages.messages import (
     TRAIN,
     Agree,
     Confirm,
+    Contribution,
     Failed,
     Reply,
     Request,
@@ -50,6 +52,7 @@ from cloister.server.run import run
 from cloister.server.sum import sum as sum_module
 from cloister.tests.parties.federation import RECORD, Federation, tiny
 from cloister.tests.scenarios.test_compressed_run import Run
+from cloister.tests.scenarios.test_liars import resigned
 from cloister.tests.tools.raises import raises
 
 IN_CLEAR = [*RECORD, "aggregation.norm_bound=auto", "run.rounds=2"]
@@ -266,6 +269,23 @@ def test_a_liar_in_clear_is_a_dropout_by_the_norm_of_its_vector(
     assert {event.site for event in of(events, SiteFailed)} == {liar.name}
 
 
+def test_a_complaint_stops_no_sketch(tmp_path: Path) -> None:
+    """What a site complains of is in the statement whose signature all survivors check."""
+    complained = federation(tmp_path, "aggregation.colluders=0.2")
+    liar, honest, *_ = complained.names
+
+    def lie(_step: str, reply: Reply) -> Reply:
+        if isinstance(reply, Contribution) and reply.site == liar:
+            assert reply.statement is not None
+            statement = dataclasses.replace(reply.statement, complaints=(honest,))
+            return dataclasses.replace(reply, statement=resigned(complained, statement))
+        return reply
+
+    complained.channel.tamper = lie
+    events = go(complained, tmp_path)
+    assert [event.round for event in of(events, RoundDone)] == [1, 2, 3]
+
+
 def test_liars_within_the_bound_are_in_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lying = federation(tmp_path)
     Liar(monkeypatch, lying, 0.2 * steps_in(lying), honest=True)
@@ -462,6 +482,15 @@ def test_in_clear_a_site_of_little_weight_sends_a_short_vector() -> None:
                 layout.check([(0, whole)])
 
 
+def test_no_plan_shows_all_of_an_update() -> None:
+    """The coordinator of a family of plans may choose the attempts."""
+    plan = tiny(*BOUNDED, "cohort.attempts=2")
+    layout_of(Basis(plan, 1024))
+    with raises(PlanError, "aggregation.norm_bound"):
+        layout_of(Basis(plan, 1023))
+    layout_of(Basis(tiny(*IN_CLEAR), 10))
+
+
 @pytest.mark.parametrize("part", [0.1, 0.25])
 def test_what_is_printed_of_a_plan_whose_rounds_train_parts_holds_in_every_round(part: float) -> None:
     """The largest block may be drawn late."""
@@ -514,14 +543,17 @@ def test_a_site_without_a_policy_sends_no_sketch(tmp_path: Path) -> None:
     Site(config, asked.resident, simulated=Simulated(one_owner=True)).join(asked.join_request())
 
 
+@pytest.mark.parametrize("after", [Policy(units=("record",)), None], ids=["refuses", "gone"])
 def test_no_sketch_leaves_after_the_policy_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: Policy | None
 ) -> None:
     changed = federation(tmp_path, "cohort.attempts=1")
+    for name, make in changed.channel.sites.items():
+        deployed = partial(Site, cast(Site, make()).config, changed.resident)  # no simulated ones
+        changed.channel.sites[name] = deployed
     allowed, sent = [True], []
-    monkeypatch.setattr(
-        Admission, "policy", lambda _self: Policy(units=("record",), sketches=int(allowed[0]))
-    )
+    policy = Policy(units=("record",), sketches=1)
+    monkeypatch.setattr(Admission, "policy", lambda _self: policy if allowed[0] else after)
 
     def before(_site: str, request: Request) -> None:
         allowed[0] = not (isinstance(request, Agree) and isinstance(request.told, Survivors))
