@@ -1,6 +1,6 @@
 """The cost of the secure sum: masking against the bare keystream, a round against Flower's, growth, and peak memory.
 
-    python benchmarks/secure_sum.py [--json] [--quick] [--case bits]
+    python benchmarks/secure_sum.py [--json] [--quick] [--case bits|sketch]
 
 (a) `mask_ratio`: coordinates masked per second over the bare keystream rate of the same cipher, one thread,
 measured in turns; the least over 2, 9 and 64 masks on one vector (a site has two at least). `mask` has every
@@ -25,6 +25,9 @@ bits, in turns. `parts`: seconds of processor time of all sites and the coordina
 coding (with the rotation, and the residuals that are read and written), the files of the updates, masks, hashes, the
 sum of the masked vectors, its unmasking, and decoding; `part_ratio` compares their totals. `bytes_up` is one vector.
 `round_s` and `round_ratio`: seconds of whole rounds on `LocalGrid`, as in (b).
+
+(f) `sketch`, with `--case sketch` alone: seconds of a sketch of 1e6 coordinates (`aggregation.norm_bound`) against the
+nine masks of the same vector, one thread, in turns; minimum, median and maximum of each, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -60,7 +63,10 @@ from cloister.aggregation.secure.secure_site import Member, SecureSite
 from cloister.aggregation.secure.secure_sum import Contract
 from cloister.aggregation.sums import Sums
 from cloister.aggregation.vector import masks
+from cloister.aggregation.vector.compression import FINEST
 from cloister.aggregation.vector.ring import RingVector
+from cloister.aggregation.vector.rotation import ROTATED
+from cloister.aggregation.vector.sketch import Lengths
 from cloister.aggregation.vector.span import check_received, manifest_digest, manifest_of
 from cloister.clients.app import client_app
 from cloister.clients.ranks.resident import Resident
@@ -110,14 +116,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="smaller vectors and cohorts, fewer rounds")
     parser.add_argument("--rounds", type=int, metavar="N", help="measure that many rounds here, and no more")
-    parser.add_argument("--case", choices=["all", "bits"], default="all", help="measure (e) alone")
+    parser.add_argument("--case", choices=["all", "bits", "sketch"], default="all", help="(e) or (f) alone")
     parser.add_argument("--bits", type=int, choices=[8, 32], help="with --rounds, those of (e)")
     options = parser.parse_args()
     if options.rounds:
         print(json.dumps(own_rounds(options.rounds, options.bits, quick=options.quick)))
         return
-    if options.case == "bits":
-        found = against_32_bits(quick=options.quick)
+    if options.case != "all":
+        quick = options.quick
+        found = against_32_bits(quick=quick) if options.case == "bits" else sketch_rows(COORDINATES)
         print(json.dumps(found) if options.json else json.dumps(found, indent=1))
         return
     rows = mask_rows(1 << 22 if options.quick else 1 << 25)
@@ -201,6 +208,30 @@ def mask_rows(length: int) -> list[dict[str, Any]]:
                 "keystream_bytes_per_s": statistics.median(bare for _, bare in pairs),
             }
         )
+    return rows
+
+
+# (f) A sketch.
+
+
+def sketch_rows(length: int, turns: int = 9) -> list[dict[str, Any]]:
+    rows = []
+    for bits in (32, 8):
+        vector = np.frombuffer(os.urandom(length * bits // 8), f"u{bits // 8}").copy()
+        weights = None if bits == 32 else np.full(-(-length // ROTATED), FINEST, np.int64)
+        lengths = Lengths(length, 1.0, weights)
+        seconds: dict[str, list[float]] = {"sketch": [], "masks": []}
+        for _ in range(turns):
+            start = time.perf_counter()
+            lengths.sketch([(0, vector)], os.urandom(32))
+            between = time.perf_counter()
+            mask_rate(9, vector, 1)
+            seconds["sketch"].append(between - start)
+            seconds["masks"].append(time.perf_counter() - between)
+        row: dict[str, Any] = {"bits": bits}
+        for name, taken in seconds.items():
+            row |= {f"{name} {of.__name__}": of(taken) for of in (min, statistics.median, max)}
+        rows.append(row | {"ratio": row["sketch median"] / row["masks median"]})
     return rows
 
 
