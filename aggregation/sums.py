@@ -43,9 +43,16 @@ class Sums(Basis):
             plan: The plan.
             layout: The layout of its trained parameters.
             base_hash: Hash of the frozen parameters that the run has made; empty: those of the plan.
+
+        Raises:
+            PlanError: a round of the plan trains too few parameters for the sketches of them.
         """
         model = layout.digest() + layout.source + base_hash.hex()
-        return cls(plan, layout.size, model, schedule=Schedule.of(plan, layout))
+        schedule = Schedule.of(plan, layout)
+        if plan.sketches:
+            for size in schedule.sizes(plan.run.rounds):  # here, and not in the round that has it
+                layout_of(Basis(plan, size, most=layout.size))
+        return cls(plan, layout.size, model, schedule=schedule)
 
     def of_round(self, purpose: Purpose, number: int) -> Sums:
         """The sums of one purpose in a round: those of updates have what the round trains."""

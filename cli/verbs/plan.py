@@ -164,11 +164,7 @@ def _check(arguments: argparse.Namespace) -> int:
     console = PipedConsole()
     _print_plan(console, plan)
     counted = [(f"records: {of}", f"{count:,}") for of, count in records.items()]
-    sections: list[Iterable[tuple[str, str]]] = [
-        counted,
-        _of_round(plan, estimate),
-        bound_rows(plan, bound, counts.summed),
-    ]
+    sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate), bound_rows(plan, bound)]
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
     _print_cost(console, plan, sections)
@@ -187,17 +183,24 @@ def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
     from cloister.lm.model.model import outline
     from cloister.lm.model.schedule import Schedule
 
-    summed = counts.summed
+    sizes = {counts.summed}
     if plan.scheduled:  # of all rounds, and not only of the first ones, which `counts` looks at
-        summed = Schedule.of(plan, outline(plan).layout).most()
-    basis = Basis(plan, summed, most=counts.trained)
-    bound, most = bound_of(basis), norm_of_update(basis)
-    reach = (REACH if plan.aggregation.secure else 1.0) * most / longest_signal(basis)
-    found = {"norm_bound": bound, "norm_bound_with_rounding": most, "liar_reach": reach}
-    return found | ({"sketched": plan.cohort.attempts * ROWS} if plan.sketches else {})
+        sizes = Schedule.of(plan, outline(plan).layout).sizes(plan.run.rounds)
+    rounds = [Basis(plan, size, most=counts.trained) for size in sizes]
+    most = [norm_of_update(basis) for basis in rounds]
+    times = REACH if plan.aggregation.secure else 1.0
+    reach = max(times * norm / longest_signal(basis) for norm, basis in zip(most, rounds, strict=True))
+    found = {
+        "norm_bound": max(map(bound_of, rounds)),
+        "norm_bound_with_rounding": max(most),
+        "liar_reach": reach,
+    }
+    return found | (
+        {"sketched": plan.cohort.attempts * ROWS, "of_values": min(sizes)} if plan.sketches else {}
+    )
 
 
-def bound_rows(plan: Plan, bound: Mapping[str, float], summed: int) -> Iterator[tuple[str, str]]:
+def bound_rows(plan: Plan, bound: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """The bound on the length of updates, if there is one."""
     if bound:
         yield "bound on an update's L2 norm", f"{bound['norm_bound']:.4g}"
@@ -206,10 +209,13 @@ def bound_rows(plan: Plan, bound: Mapping[str, float], summed: int) -> Iterator[
         signals = f"{bound['liar_reach']:.3g} longest signals of an honest one"
         yield "a lying site adds at most", f"{times}: as much as {signals}"
         if plan.sketches:
-            more = f"{2 * REACH:g} times that norm, and at most {plan.spare()} of them"
+            missing = max(plan.threshold(n).dropouts for n in plan.summed())
+            more = f"{2 * REACH:g} times that norm, and at most {missing} of them"
             yield "more, for each honest site that sends no sketch", more
         if "sketched" in bound:
-            shown = f"{bound['sketched']:,.0f} of {summed:,}, in {plan.cohort.attempts} attempts"
+            shown = (
+                f"{bound['sketched']:,.0f} of {bound['of_values']:,.0f}, in {plan.cohort.attempts} attempts"
+            )
             yield "numbers that sketches show of an update, at most", shown
 
 

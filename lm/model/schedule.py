@@ -24,7 +24,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -67,20 +67,26 @@ class Schedule:
             return self.layout
         return _drawn(self, number if self.part < 1 else number % 2)
 
-    def most(self) -> int:
-        """The most parameters that any round can train."""
-        names = self.layout.names
-        halves = [
-            [name for name in names if half in name or HEAD in name] for half in (".lora_A.", ".lora_B.")
-        ]
-        return max(self._most_of(half) for half in (halves if self.rolora else [names]))
-
-    def _most_of(self, names: Sequence[str]) -> int:
+    def sizes(self, rounds: int) -> set[int]:
+        """The numbers of parameters that the first rounds train, without their layouts."""
+        if not self.rolora and self.part == 1:
+            return {self.layout.size}
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        sizes: Counter[str] = Counter()
-        for name in names:
-            sizes[_block(name)] += math.prod(shapes[name])
-        return sum(sorted(sizes.values(), reverse=True)[: _count(self.part, len(sizes))])
+        halves: list[Counter[str]] = []
+        for number in (0, 1):
+            halves.append(Counter())
+            for name in self._half(number):
+                halves[-1][_block(name)] += math.prod(shapes[name])
+        numbers = range(1, 1 + (rounds if self.part < 1 else min(rounds, 2)))
+        return {
+            sum(halves[number % 2][block] for block in _chosen(self, halves[number % 2], number))
+            for number in numbers
+        }
+
+    def _half(self, number: int) -> tuple[str, ...]:
+        """The names of which a round trains a part: those of one factor of an adapter with `rolora`."""
+        half = ".lora_B." if number % 2 else ".lora_A."
+        return tuple(name for name in self.layout.names if not self.rolora or half in name or HEAD in name)
 
     def layouts(self, rounds: int) -> set[Layout]:
         """What the first rounds train, each layout once; a round of a plan without `part` trains one of two at most."""
@@ -91,25 +97,22 @@ class Schedule:
 
 @lru_cache(maxsize=4)
 def _drawn(schedule: Schedule, number: int) -> Layout:
-    names = schedule.layout.names
-    if schedule.rolora:
-        half = ".lora_B." if number % 2 else ".lora_A."
-        names = tuple(name for name in names if half in name or HEAD in name)
+    names = schedule._half(number)
     if schedule.part < 1:
-        blocks = sorted({_block(name) for name in names})
-        count = _count(schedule.part, len(blocks))
-
-        def place(block: str) -> bytes:
-            return hashlib.sha256(pack("cloister/part", schedule.seed, number, block)).digest()
-
-        chosen = set(sorted(blocks, key=place)[:count])
+        chosen = _chosen(schedule, {_block(name) for name in names}, number)
         names = tuple(name for name in names if _block(name) in chosen)
     return schedule.layout.only(names)
 
 
-def _count(part: float, blocks: int) -> int:
-    """How many of so many blocks a round trains."""
-    return max(1, round(part * blocks))
+def _chosen(schedule: Schedule, blocks: Collection[str], number: int) -> set[str]:
+    """The blocks that a round trains, of those of which it trains a part."""
+    if schedule.part == 1:
+        return set(blocks)
+
+    def place(block: str) -> bytes:
+        return hashlib.sha256(pack("cloister/part", schedule.seed, number, block)).digest()
+
+    return set(sorted(sorted(blocks), key=place)[: max(1, round(schedule.part * len(blocks)))])
 
 
 def _block(name: str) -> str:

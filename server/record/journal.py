@@ -38,7 +38,8 @@ MEASURED = "measured"
 FAILED = "failed"
 """Suffix of a purpose: an attempt at a sum ended with too few sites; and which of them are to blame."""
 SPOILED = "spoiled"
-"""In the detail of a failed attempt: the sites of a sum that was opened and that honest sites cannot have."""
+"""Suffix of a purpose: the sum of these sites was opened, and honest sites cannot have it; and why. It is not opened
+again."""
 TRACED = "traced"
 """The cohort of a round is divided into groups that trace a site that has lied."""
 REFUSED = "refused"
@@ -136,6 +137,16 @@ class Journal(Closing):
                 f"{query} ORDER BY id DESC LIMIT 1", (step, round_number, round_number)
             ).fetchone()
             return Entry(row[0], row[1], row[2], json.loads(row[3])) if row else None
+
+    def of(self, step: str, round_number: int | None = None) -> list[Entry]:
+        """The entries of a step, in any round or in one, oldest first; with those of all groups of a sum's step."""
+        query = "SELECT round, attempt, step, detail FROM entries WHERE (step = ? OR step LIKE ?)"
+        with self._readable():
+            rows = self._db.execute(
+                f"{query} AND (? IS NULL OR round = ?) ORDER BY id",
+                (step, f"{step} %", round_number, round_number),
+            )
+            return [Entry(row[0], row[1], row[2], json.loads(row[3])) for row in rows]
 
     def count(self, step: str, round_number: int) -> int:
         """Number of times a step was recorded for a round, in this process or an earlier one."""

@@ -85,7 +85,8 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     A round is abandoned, with the model unchanged, if shares were requested and the same survivors could not finish it,
     because a site that has answered does not answer for another list; if too few sites carry one history, because in
     the next round none uses what it carries; or if the sum that was opened makes no mean; with groups, if too few of
-    them are left. If so many sites refuse that no attempt is possible, the round is not run.
+    them are left. Of groups that trace a site one is enough, and a group with too few sites is lost. If so many sites
+    refuse that no attempt is possible, the round is not run.
 
     Raises:
         QuorumError: every attempt ended with too few sites, or too few have joined for a group; the run can be resumed.
@@ -97,8 +98,9 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     # 2 to 7.
     wanted = [Wanted(TRAIN, number, context.weights, group) for group in range(len(cohorts))]
     made = sums_over(party, wanted)
+    whole = party.division(TRAIN, number) == "plan"  # a group that traces a site is lost alone
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
-        if isinstance(result, Failed) and not result.bound:
+        if isinstance(result, Failed) and not result.bound and whole:
             return _too_few(party, number, group, cohort, result)
     trace.leave_out(party, number)
     totals = {each.group: total for each, total in zip(wanted, made, strict=True) if isinstance(total, Total)}

@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
-from cloister.protocol.errors import SecureSumError, UpdateError
+from cloister.protocol.errors import CloisterError, SecureSumError, UpdateError
 from cloister.protocol.messages.digest import vector_hash
 from cloister.protocol.messages.messages import TRAIN, ByFeature, Instructions, Purpose, Step, SumId
 from cloister.protocol.plan.plan import Plan
@@ -116,12 +116,13 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
     earlier = failures = journal.count(wanted.step(steps.FAILED), number)  # by earlier processes
     last = failures + plan.cohort.attempts
     out = barred = _barred(party, wanted, cohort)  # not any more if too few are left
-    doubted: set[str] = set()
-    turns = 0  # that sites in complaints have had in this sum
+    doubted, turns = set[str](), 0  # that sites in complaints have had in this sum
     apart, dropped = False, ""
     begun = _begun(journal, wanted)
     while True:
         unmasking = journal.newest(wanted.step(steps.UNMASKING), number)
+        if (spoiled := journal.newest(wanted.step(steps.SPOILED), number)) is not None:
+            return Failed(failures, bound=True, spoiled=spoiled.detail["reason"])
         if failures >= last or (begun is None and _sketched(party, wanted)):
             bound = bool(unmasking) or _sketched(party, wanted)
             return Failed(failures, bound or apart, dropped=dropped, apart=apart and not bound)
@@ -151,12 +152,12 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
                 # it is the first of the round: the next one leaves out a site of each known pair, perhaps another one.
                 last += 1
             else:
-                out = out | course.unopened if course.unopened else out - barred
-            reason = f"group {shown_group}: {error}" if shown_group else str(error)
-            spoiled = isinstance(error, UpdateError)
-            _note_failed(attempt, course, reason, spoiled)
-            if spoiled or (course.too_long and unmasking):  # which needs the site that is out
-                return Failed(failures, bound=True, spoiled=reason * spoiled)
+                out = _out_after(party, wanted, cohort, course, out - (set() if course.unopened else barred))
+            _note_failed(
+                attempt, course, f"group {shown_group}: {error}" if shown_group else str(error), error
+            )
+            if course.too_long and unmasking:  # which needs the site that is out
+                return Failed(failures, bound=True)
             continue
         if timed := party.features.timed(trainings | course.trainings):
             journal.record(number, attempt.number, steps.MEASURED, timed)
@@ -166,22 +167,33 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
 
 
-def _note_failed(attempt: Attempt, course: Course, reason: str, spoiled: bool) -> None:
-    """Journal that an attempt has failed, and show it."""
+def _out_after(
+    party: Party, wanted: Wanted, cohort: Iterable[str], course: Course, out: set[str]
+) -> set[str]:
+    """The sites that later attempts at a sum leave out, after one has failed: also those that have sent no sketch,
+    unless too few are left. Otherwise one of them could end each attempt in which no sketch may be missing."""
+    out = out | course.unopened
+    left = [site for site in party.present(cohort) if site not in out | course.silent]
+    enough = len(left) >= party.quorum(wanted.purpose, wanted.round, wanted.group)
+    return out | course.silent if enough else out
+
+
+def _note_failed(attempt: Attempt, course: Course, reason: str, error: CloisterError) -> None:
+    """Journal that an attempt has failed, and show it; an `UpdateError` is of a sum that was opened."""
     party, wanted = attempt.party, attempt.wanted
+    if isinstance(error, UpdateError):
+        spoiled = {"reason": reason, "sites": sorted(course.folded)}
+        party.journal.record(wanted.round, attempt.number, wanted.step(steps.SPOILED), spoiled)
     detail = {"reason": reason, "blamed": sorted(course.blamed), "sketched": course.sketched}
-    detail[steps.SPOILED] = sorted(course.folded) if spoiled else []
     party.journal.record(wanted.round, attempt.number, wanted.step(steps.FAILED), detail)
     party.observe(AttemptFailed(wanted.round, attempt.number, reason))
 
 
 def _sketched(party: Party, wanted: Wanted) -> bool:
     """Whether sites have sent as many sketches of their updates as they do: an attempt more would be in vain."""
-    failed = (each for each in party.journal.entries() if each.round == wanted.round)
-    of_sum = [
-        each for each in failed if each.step == wanted.step(steps.FAILED) and each.detail.get("sketched")
-    ]
-    return len(of_sum) >= party.plan.cohort.attempts
+    step = wanted.step(steps.FAILED)
+    failed = (each for each in party.journal.of(step, wanted.round) if each.step == step)
+    return sum(bool(each.detail["sketched"]) for each in failed) >= party.plan.cohort.attempts
 
 
 def _barred(party: Party, wanted: Wanted, cohort: Iterable[str]) -> set[str]:

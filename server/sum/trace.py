@@ -22,33 +22,32 @@ from cloister.server.record import journal as steps
 from cloister.server.record.progress import SiteFailed, Traced
 from cloister.server.sum.party import Party
 
-_MOST_STEPS = 20_000
-"""Of a search for sites that explain groups: about a second."""
+_MOST_WORK = 5_000_000
+"""Names that all searches of a round for sites that explain groups look at: about a second."""
 
 
 class _UndecidedError(Exception):
-    """The search for an explanation took too long."""
+    """The searches have taken too long."""
 
 
 def liars(spoiled: Sequence[Collection[str]], most: int) -> tuple[str, ...]:
     """The sites that lied for certain, sorted, if at most `most` sites lie and each of some groups has one of them.
 
+    A site is missing for which the search was not finished.
+
     Args:
         spoiled: The sites of each group.
         most: A, 1 or more.
     """
-    groups = [frozenset(group) for group in spoiled]
+    groups, named, left = [frozenset(group) for group in spoiled], [], [_MOST_WORK]
     try:
-        found = _explanation(groups, most, [_MOST_STEPS])
-        if found is None:
-            return ()
         # A site that is in every explanation is in this one.
-        without = {site: [group - {site} for group in groups] for site in found}
-        return tuple(
-            sorted(site for site, left in without.items() if _explanation(left, most, [_MOST_STEPS]) is None)
-        )
+        for site in sorted(_explanation(groups, most, left) or ()):
+            if _explanation([group - {site} for group in groups], most, left) is None:
+                named.append(site)
     except _UndecidedError:
-        return ()
+        pass
+    return tuple(named)
 
 
 def _explanation(groups: Sequence[frozenset[str]], most: int, left: list[int]) -> set[str] | None:
@@ -57,18 +56,18 @@ def _explanation(groups: Sequence[frozenset[str]], most: int, left: list[int]) -
     Args:
         groups: The groups.
         most: At least 0.
-        left: Steps that the search may take.
+        left: Names that the searches may still look at; lowered.
 
     Raises:
-        _UndecidedError: they are used up.
+        _UndecidedError: it is used up.
     """
     if not groups:
         return set()
-    left[0] -= 1
+    left[0] -= sum(map(len, groups))
     if left[0] < 0:
         raise _UndecidedError
     often = Counter(site for group in groups for site in group)
-    if len(groups) > most * max(often.values(), default=0):
+    if len(groups) > most * max(often.values(), default=0) or _apart(groups) > most:
         return None
     # One of the sites of each group is among them: so it is for the smallest.
     smallest = min(groups, key=lambda group: len(group))
@@ -77,6 +76,16 @@ def _explanation(groups: Sequence[frozenset[str]], most: int, left: list[int]) -
         if rest is not None:
             return rest | {site}
     return None
+
+
+def _apart(groups: Sequence[frozenset[str]]) -> int:
+    """How many groups were found that have no site in common, each of which needs a site of its own."""
+    seen, found = set[str](), 0
+    for group in groups:
+        if seen.isdisjoint(group):
+            seen |= group
+            found += 1
+    return found
 
 
 def most_liars(plan: Plan) -> int:
@@ -113,8 +122,6 @@ def leave_out(party: Party, number: int) -> None:
 
 def _spoiled(party: Party) -> list[frozenset[str]]:
     """The sites of each sum of updates that honest sites cannot have, but for those that a known liar explains."""
-    found: dict[tuple[int, str], frozenset[str]] = {}
-    for entry in party.journal.entries():
-        if entry.step.startswith(TRAIN) and (sites := entry.detail.get(steps.SPOILED)):
-            found[entry.round, entry.step] = frozenset(sites)
-    return [sites for sites in found.values() if sites.isdisjoint(party.left_out)]
+    opened = party.journal.of(steps.of_sum(TRAIN, steps.SPOILED))
+    found = [frozenset(entry.detail["sites"]) for entry in opened]
+    return [sites for sites in found if sites.isdisjoint(party.left_out)]

@@ -6,27 +6,41 @@ import contextlib
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.aggregation.vector.average import weighted
+from cloister.aggregation.features.feature import Given, Summed
+from cloister.aggregation.features.registry import Coordinated
+from cloister.aggregation.secure.sketches import Sketches
+from cloister.aggregation.sums import Sums
+from cloister.aggregation.vector.average import WEIGHT, weighted
 from cloister.clients.state.kept import Kept
 from cloister.privacy.ledger.policy import Policy
-from cloister.protocol.errors import PlanError, PolicyError, QuorumError, SpoiledError, StaleError
+from cloister.protocol.errors import (
+    PlanError,
+    PolicyError,
+    QuorumError,
+    SpoiledError,
+    StaleError,
+    UpdateError,
+)
 from cloister.protocol.messages.cohort import Draw, draw_of
-from cloister.protocol.messages.messages import TRAIN, Agree, Begin, Request
+from cloister.protocol.messages.messages import EVALUATE, TRAIN, Agree, Begin, Join, Purpose, Request
 from cloister.protocol.plan.soundness import parse
 from cloister.server.display import describe
 from cloister.server.record.folder import RunFolder
+from cloister.server.record.history import run_history
+from cloister.server.record.journal import Journal
 from cloister.server.record.progress import RoundAbandoned, RoundDone, RoundStarted, SiteFailed, Traced
 from cloister.server.run import run
 from cloister.server.sum import sum as sum_module
 from cloister.server.sum import trace
 from cloister.server.sum.party import Party
-from cloister.server.sum.trace import liars
+from cloister.server.sum.trace import liars, most_liars
 from cloister.tests.aggregation.features.test_norm_bound import BOUNDED, Liar, of
 from cloister.tests.parties.federation import Federation, tiny
 from cloister.tests.tools.raises import raises
@@ -103,7 +117,7 @@ def test_liars_that_go_on_are_named_as_soon_as_the_page_says(
 def test_a_search_that_is_too_long_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled = [{"a", "b", "x"}, {"a", "b", "y"}, {"a", "c", "x"}, {"a", "c", "z"}]
     assert liars(spoiled, 1) == ("a",)
-    monkeypatch.setattr(trace, "_MOST_STEPS", 0)
+    monkeypatch.setattr(trace, "_MOST_WORK", 1)
     assert liars(spoiled, 1) == ()
 
 
@@ -120,6 +134,21 @@ def test_the_mean_of_groups_is_that_of_their_sites() -> None:
     assert weighted(means, [3, 3, 2]).tolist() == [2.125] * 5
     alone = np.arange(3, dtype=np.float32)
     assert weighted([alone], [7]) is alone
+
+
+def test_groups_count_by_the_weights_of_their_sites() -> None:
+    plan = tiny(*BOUNDED, *NINE)
+    features = Coordinated(Sums(plan, 20_000), Given())
+    sums = [Summed(1, group, (), {WEIGHT: weight}, (), {}, (1,)) for group, weight in enumerate((3, 1))]
+    means = [np.full(4, value, np.float32) for value in (1.0, 5.0)]
+    assert features.combine(means, sums).tolist() == [2.0] * 4
+    assert not features.enough(0, 3)
+    assert features.enough(1, 3)
+
+
+@pytest.mark.parametrize(("colluders", "most"), [(0.0, 1), (0.1, 2), (0.2, 4)])
+def test_as_many_sites_may_lie_as_may_collude(colluders: float, most: int) -> None:
+    assert most_liars(parse("", ["cohort.sites=20", f"aggregation.colluders={colluders}"])) == most
 
 
 # Whole runs, with real sites.
@@ -176,6 +205,101 @@ def test_a_site_that_sketches_another_vector_is_found_and_only_its_groups_are_lo
     )
     sizes = {event.round: len(event.cohort) for event in of(events, RoundStarted)}
     assert sizes == {number: 3 if 2 <= number <= last else 9 - (number > last) for number in range(1, 8)}
+
+
+def test_a_group_with_too_few_sites_is_lost_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An honest site is away in a divided round. A whole cohort would miss it less."""
+    lying = federation(tmp_path, "run.rounds=3", "cohort.attempts=2")
+    liar = Liar(monkeypatch, lying, 1, honest=False)
+    away = lying.names[0]
+    lying.channel.down = lambda site, _step, request: site == away and about(request) == 2
+    events = go(lying, tmp_path)
+    together = any({away, liar.name} <= set(group) for group in divided_in(lying, 2))
+    done = {event.round: event.sites for event in of(events, RoundDone)}
+    assert done[2] == (6 if together else 3)
+    assert [event.round for event in of(events, RoundAbandoned)] == [1]
+
+
+def about(request: Request) -> int:
+    """The round of a request; 0 for one that has none."""
+    return 0 if isinstance(request, Join) else request.sum.round
+
+
+def divided_in(federation: Federation, number: int) -> tuple[tuple[str, ...], ...]:
+    return draw_of(federation.plan, TRAIN, "trace").divided(federation.names, number)
+
+
+def test_a_round_whose_groups_are_all_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sites lie than are assumed: one in each group, in each round."""
+    lying = federation(tmp_path, "cohort.attempts=2", "run.rounds=7")
+    monkeypatch.setattr(Sketches, "check_sum", refuse)
+    with raises(SpoiledError, "round 3"):
+        go(lying, tmp_path)
+
+
+def refuse(_sketches: Sketches, *_others: object) -> None:
+    raise UpdateError("sum of the updates", expected="another one")
+
+
+@pytest.mark.parametrize("ended", ["spoiled", "failed"])
+def test_a_round_that_is_spoiled_is_not_opened_again_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """And it stays whole, although it is what later rounds are divided for."""
+    lying = federation(tmp_path, "cohort.attempts=1")
+    Liar(monkeypatch, lying, 1, honest=False)
+    record = Journal.record
+
+    def killed(journal: Journal, number: int, attempt: int, step: str, *detail: Any) -> None:
+        record(journal, number, attempt, step, *detail)
+        if step == f"train {ended}":
+            raise EndedError
+
+    with monkeypatch.context() as once:
+        once.setattr(Journal, "record", killed)
+        with pytest.raises(EndedError):
+            go(lying, tmp_path)
+    asked = len(lying.channel.asked)
+    events: list[object] = []
+    with RunFolder.reopen(tmp_path / "run") as folder:
+        run(folder, lying.channel, events.append, roster=lying.roster)
+    assert "unmask" not in {step for step, _ in lying.channel.asked[asked : asked + 15]}
+    assert [event.round for event in of(events, RoundAbandoned)] == [1]
+    assert of(events, RoundAbandoned)[0].spoiled
+    assert [event.round for event in of(events, RoundDone)] == [2, 3, 4, 5, 6, 7]
+    with RunFolder.reopen(tmp_path / "run") as folder:
+        assert list(run_history(folder).left_out) == [lying.names[-1]]
+
+
+def test_no_site_uses_what_it_carries_after_a_divided_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a round may have been told different things."""
+    few = ["aggregation.ring_bits=8", "aggregation.compression={}", "run.rounds=5"]
+    lying = federation(tmp_path, *few)
+    Liar(monkeypatch, lying, 0, honest=True)
+    lies = [True]
+    monkeypatch.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
+
+    def before(_site: str, request: Request) -> None:
+        lies[0] = about(request) == 1
+
+    lying.channel.before = before
+    events = go(lying, tmp_path)
+    assert [event.sites for event in of(events, RoundDone)] == [9] * 4
+    with RunFolder.reopen(tmp_path / "run") as folder, Journal(folder.journal) as journal:
+        assert [journal.of("done", number)[0].detail["behind"] for number in range(2, 6)] == [True] * 4
+
+
+def test_a_site_that_keeps_its_sketch_is_left_out_of_the_next_attempt(tmp_path: Path) -> None:
+    """Where no sketch may be missing, it would end each of them."""
+    lying = federation(tmp_path, "aggregation.trace_groups=1", "aggregation.dropouts=0.0", "run.rounds=1")
+    name = lying.names[3]
+    lying.channel.down = lambda site, step, _request: site == name and step == "confirm"
+    events = go(lying, tmp_path)
+    assert [(event.attempts, event.sites) for event in of(events, RoundDone)] == [(2, 8)]
 
 
 def test_an_honest_run_has_no_groups(tmp_path: Path) -> None:
@@ -237,10 +361,13 @@ def test_an_update_of_the_whole_cohort_is_in_no_sum_of_a_group(
     assert [event.sites for event in of(events, RoundDone)] == ([] if guarded else [9])
 
 
-def test_a_site_has_no_other_division_than_the_plan(tmp_path: Path) -> None:
-    whole = federation(tmp_path, "aggregation.trace_groups=1")
+@pytest.mark.parametrize("purpose", [TRAIN, EVALUATE])
+def test_a_site_has_no_other_division_than_the_plan(tmp_path: Path, purpose: Purpose) -> None:
+    evaluated = ["server.evaluation=sites", "data.held_out=0.2", "server.evaluation_epsilon=1.0"]
+    groups = 1 if purpose == TRAIN else 3
+    whole = federation(tmp_path, f"aggregation.trace_groups={groups}", *evaluated)
     site = whole.joined(0)
-    about = dataclasses.replace(whole.sum_id(), division="trace")
+    about = dataclasses.replace(whole.sum_id(purpose=purpose), division="trace")
     with raises(StaleError, "division of round 1"):
         site.agree(Agree(about, Begin(1, 1, bytes(32)), 1))
 
