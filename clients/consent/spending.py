@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import secrets
 from collections.abc import Sequence, Set
@@ -16,7 +17,7 @@ from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledge
 from cloister.privacy.ledger.policy import Policy
 from cloister.privacy.mechanism.events import Event, from_json, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError, PolicyError, StaleError
-from cloister.protocol.machine.storage import write_bytes
+from cloister.protocol.machine.storage import on_disk, write_bytes
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
@@ -135,11 +136,13 @@ class Spending:
             )
 
     def check_paid(self, run: str, round_number: int, purpose: Purpose = TRAIN) -> None:
-        """In a simulation with a ledger over runs, check that it still has the charge of a kept vector.
+        """Check, before a kept vector is sent again, that the site's ledger still has its last charge, and in a
+        simulation the ledger over runs that of the vector.
 
         Raises:
             LedgerError, StorageError: it has not, or cannot be read.
         """
+        self.history()
         if self._shared is not None:
             self._shared.check_paid(run, round_number, purpose)
 
@@ -198,9 +201,14 @@ class Spending:
             )
 
     def _noted(self, entry: Entry) -> Entry:
-        """Note a charge as the last one on its data, durably."""
-        heads = self._heads() | {self._config.data_name: entry.hash.hex()}
-        write_bytes(self._head_file, json.dumps(heads).encode())
+        """Note a charge as the last one on its data, durably; unless another process has noted a later one."""
+        name = self._config.data_name
+        with on_disk(self._head_file), self._head_file.with_suffix(".lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            heads = self._heads()
+            numbers = {each.hash.hex(): each.number for each in self._ledger.entries()}
+            if numbers.get(heads.get(name, ""), 0) < entry.number:
+                write_bytes(self._head_file, json.dumps(heads | {name: entry.hash.hex()}).encode())
         return entry
 
     def _heads(self) -> dict[str, str]:

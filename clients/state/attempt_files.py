@@ -7,8 +7,8 @@ synced, so a power cut can tear the newest write only, and no message that depen
 damaged later. Then `attempt` still says what was joined last, and `revealed` what was answered last, and the site goes
 on with that: it forgets nothing. If both slots are damaged, or one of them and `attempt` or `revealed`, or the file is
 missing or has another length, the site does not know what it has answered, and refuses everything (`StorageError`).
-That all files are an earlier copy is not noticed. They are created once, durably, before the run takes a consent
-(`create`), and never again.
+An earlier copy of `marks` beside later shares in `revealed` is refused too. That both, or all files, are an earlier
+copy is not noticed. They are created once, durably, before the run takes a consent (`create`), and never again.
 
 `attempt` holds the secret seed of the current attempt, the history that the site advertises in it and the messages
 received so far, in frames: a length, a CRC-32 and the content. Each is appended and synced before a message that
@@ -240,7 +240,17 @@ class AttemptFiles:
         consecutive = all(marks.writes == whole[0].writes + place for place, marks in enumerate(whole))
         if len(data) != 2 * _SLOT or not whole or not consecutive:
             raise _unknown(self._folder / "marks", "damaged")
-        return whole[1] if len(whole) == 2 else self._recovered(whole[0])
+        if len(whole) != 2:
+            return self._recovered(whole[0])
+        self._check_newer(whole[1])
+        return whole[1]
+
+    def _check_newer(self, marks: Marks) -> None:
+        """Refuse an earlier copy of the marks: the mark of an answer is synced before its shares are kept."""
+        revealed = self._answered_in(_content(self._read_revealed()))
+        own = (0, 0) if marks.answered is None else (marks.answered.round, marks.answered.attempt)
+        if revealed is not None and (revealed.round, revealed.attempt) > own:
+            raise _unknown(self._folder / "marks", "older than the shares that were revealed")
 
     def _recovered(self, marks: Marks) -> Marks:
         """The marks where only one slot is whole, by the other files: no share has left that is not in `revealed`."""
@@ -257,11 +267,17 @@ class AttemptFiles:
         content = _content(self._read_revealed())
         if content == _NOTHING:
             return marks
-        match unpack(content) if content else ():
+        answered = self._answered_in(content)
+        if answered is None:
+            raise _unknown(self._folder / "revealed", "damaged, and a slot of marks too")
+        return replace(marks, answered=answered)
+
+    def _answered_in(self, content: bytes | None) -> Answered | None:
+        """What the last revealed shares answered; None: there are none, or they are damaged."""
+        match unpack(content) if content and content != _NOTHING else ():
             case (bytes(_), bytes(_), int(round_), int(attempt), bytes(survivors)):
-                answered = Answered(self._run, round_, attempt, survivors)
-                return replace(marks, answered=answered)
-        raise _unknown(self._folder / "revealed", "damaged, and a slot of marks too")
+                return Answered(self._run, round_, attempt, survivors)
+        return None
 
     def _read_attempt(self, end: int) -> Kept | None:
         """The attempt, marked or not; None if there is none, or it is damaged."""

@@ -24,6 +24,8 @@ one dataset for each site, whose names mean other records in the next run.
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from cloister.privacy.accounting.trust import Shares, shares
 from cloister.privacy.ledger.ledger import Budget, Charge, Entry, History, Ledger, read_history, release_id
 from cloister.privacy.mechanism.events import Event, to_json
 from cloister.protocol.errors import BudgetError, LedgerError, PlanError
+from cloister.protocol.machine.storage import on_disk, sync
 from cloister.protocol.messages.messages import EVALUATE, TRAIN, Purpose
 from cloister.protocol.plan.plan import Plan
 
@@ -118,12 +121,14 @@ class DatasetLedger:
             BudgetError: the limit over all runs would be exceeded, or the dataset is charged in another unit.
             LedgerError, StorageError: the ledger is missing or damaged, or cannot be written.
         """
-        if events:
-            self._history()  # of a ledger that is there: a lost one is not created again
-            ledger = Ledger(self.path, OWNER, self._compose)
-            ledger.charge(
-                self._charge(run, round_number, site, times, events, purpose), self._budget, self._check_unit
-            )
+        if not events:
+            return
+        charge = self._charge(run, round_number, site, times, events, purpose)
+        self._history()  # of a ledger that is there: a lost one is not created again
+        _note(
+            self._head_file,
+            Ledger(self.path, OWNER, self._compose).charge(charge, self._budget, self._check_unit),
+        )
 
     def check(
         self,
@@ -310,7 +315,56 @@ class DatasetLedger:
     def _history(self) -> History:
         if not self.path.is_file():
             raise LedgerError(str(self.path), expected="the ledger of the dataset, which is missing")
-        return read_history(self.path).of_owner(OWNER)
+        _, noted = _noted(self._head_file)  # before the ledger is read, which may have newer charges
+        history = read_history(self.path).of_owner(OWNER)
+        if noted and all(entry.hash != noted for entry in history.entries):
+            raise LedgerError(
+                str(self.path),
+                f"{len(history.entries)} charges",
+                expected=f"the charge with the hash {noted.hex()}, the last that was made",
+                fix=f"restore its newest copy; if it is lost, so is what was spent: remove {self._head_file} to go on",
+            )
+        return history
+
+    @property
+    def _head_file(self) -> Path:
+        """Has the hash of the last charge, by which an earlier copy of the ledger is noticed."""
+        return self.path.with_name(f"{self.path.name}.head")
+
+
+def _note(path: Path, entry: Entry) -> None:
+    """Note a charge as the last one, durably; unless another process has noted a later one.
+
+    Written in place, at once: a kill leaves the one before, or this one.
+    """
+    with on_disk(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _noted(path)[0] < entry.number:
+                os.pwrite(descriptor, f"{entry.number:020} {entry.hash.hex()}\n".encode(), 0)
+                sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _noted(path: Path) -> tuple[int, bytes]:
+    """The number and the hash of the last charge; 0 and empty where none is noted.
+
+    Raises:
+        LedgerError: the file is damaged.
+    """
+    try:
+        number, _, head = path.read_text(encoding="ascii").partition(" ")
+        return int(number or "0"), bytes.fromhex(head)
+    except FileNotFoundError:
+        return 0, b""
+    except (OSError, ValueError) as error:
+        raise LedgerError(
+            str(path),
+            expected=f"the hash of the last charge ({error})",
+            fix="compare the ledger with the reports of its runs, and remove the file to go on",
+        ) from error
 
 
 def _refuse_copies(field: str, value: object, right: str, fix: str) -> NoReturn:

@@ -90,7 +90,9 @@ def run_history(files: RunFiles) -> RunHistory:
         elif entry.step.startswith((f"evaluate {steps.UNMASKING}", f"evaluate {steps.OPENING}")):
             evaluated[entry.round] = frozenset(entry.detail["survivors"])
         elif entry.step == steps.REFUSED:
-            when = f"after round {entry.round}" if entry.round else "before the first round"
+            # An attempt at a round is refused in it (`Plain.drop`), a join after the last round that is done.
+            when = "in" if entry.attempt else "after"
+            when = f"{when} round {entry.round}" if entry.round or entry.attempt else "before the first round"
             refusals[entry.detail["site"]].append(f"{when}: {entry.detail['reason']}")
         elif entry.step == steps.LEFT_OUT:
             left_out[entry.detail["site"]] = f"in round {entry.round}: {entry.detail['reason']}"

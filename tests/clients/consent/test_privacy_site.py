@@ -443,6 +443,12 @@ def test_a_ledger_that_is_lost_or_older_is_found(federate: Federate) -> None:
     older = ledger.read_bytes()
     site.contribute(asked(federation, number=2))
     newest = ledger.read_bytes()
+    ledger.write_bytes(older)
+    with raises(LedgerError, ledger):
+        federation.site(policy="").contribute(
+            asked(federation, number=2)
+        )  # its update is kept, its charge is not
+    ledger.write_bytes(newest)
     for content in (older, None):
         ledger.unlink()
         if content:

@@ -319,6 +319,22 @@ def test_a_first_attempt_that_a_power_cut_has_torn_is_begun_again(folder: Path) 
     assert (found.marks.joined, found.kept) == ((0, 0), None)
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_marks_of_an_earlier_time_beside_later_shares_are_damage(folder: Path, attempt: int) -> None:
+    """Otherwise the site would answer another list in the same round."""
+    for number in range(1, attempt):
+        fill(folder, number)
+    with turn(folder) as files:
+        for step in steps_of(attempt)[:3]:
+            step(files, files.state(None))
+    old = (folder / "marks").read_bytes()
+    fill(folder, attempt)
+    assert read(folder).marks.answered == answered_in(attempt)
+    (folder / "marks").write_bytes(old)
+    with raises(StorageError, folder / "marks"):
+        read(folder)
+
+
 def test_a_slot_of_an_earlier_time_is_damage(folder: Path) -> None:
     fill(folder)
     old = (folder / "marks").read_bytes()[:4096]

@@ -20,7 +20,7 @@ from cloister.cli.main import main
 from cloister.privacy.accounting.accountant import composed, over_runs
 from cloister.privacy.accounting.claims import charged_unit
 from cloister.privacy.accounting.terms import terms_of
-from cloister.privacy.ledger.dataset import DatasetLedger
+from cloister.privacy.ledger.dataset import DatasetLedger, _note, _noted
 from cloister.privacy.ledger.ledger import Charge, Entry, Ledger, read_history
 from cloister.privacy.mechanism.events import Skellam, bare, from_json, to_json
 from cloister.privacy.report.figures import at_most, scientific
@@ -36,7 +36,7 @@ from cloister.server.record.outcome import Outcome
 from cloister.server.record.progress import BudgetSpent, Event, SiteAnswered
 from cloister.server.record.report import gather
 from cloister.server.run import run
-from cloister.tests.parties.federation import CENTRAL, RECORD, RUN, Federation, tiny
+from cloister.tests.parties.federation import CENTRAL, RECORD, RUN, Federation, changed, tiny
 from cloister.tests.tools.command import done, found, lone_refusal, ran, refusal, set_options
 from cloister.tests.tools.kills import kill_while, killed_run
 from cloister.tests.tools.raises import raises
@@ -376,9 +376,62 @@ def test_a_kept_update_is_not_sent_again_without_its_charge(tmp_path: Path, loss
         before.check(terms, RUN, (), FOUR)
     assert not ledger.exists()
     if loss == "replaced":
-        shared(ledger)
-    with raises(LedgerError, ledger, says="missing" if loss == "lost" else "the dataset 'ward' for round 1"):
+        with raises(LedgerError, ledger, says="the last that was made"):
+            shared(ledger)
+    with raises(LedgerError, ledger, says="missing" if loss == "lost" else "the last that was made"):
         federation.site().contribute(federation.request(tries=2))
+
+
+def test_an_earlier_copy_of_the_ledger_ends_all_runs_on_it(tmp_path: Path) -> None:
+    """Between two rounds of a run, and for another run: what was spent since would be forgotten."""
+    ledger = tmp_path / "over.sqlite"
+    before = shared(ledger)
+    terms = terms_of(before._plan, 1)
+    assert terms is not None
+    before.pay("one", 1, "site-000", 0, terms.events(1))
+    copy = ledger.read_bytes()
+    before.pay("two", 1, "site-000", 0, terms.events(1))
+    ledger.write_bytes(copy)
+    attempts: list[Callable[[], object]] = [
+        lambda: before.pay("one", 2, "site-000", 0, terms.events(1)),
+        lambda: before.check(terms, "", (), FOUR),
+        lambda: before.check_paid("one", 1),
+        before.spent,
+    ]
+    for attempt in attempts:
+        with raises(LedgerError, ledger, says="the last that was made"):
+            attempt()
+    assert keys(ledger) == [(1, 0)]
+    ledger.with_name("over.sqlite.head").unlink()  # the person who decides
+    before.pay("one", 2, "site-000", 0, terms.events(1))
+    assert keys(ledger) == [(1, 0), (2, 0)]
+
+
+def test_a_charge_that_is_noted_late_does_not_hide_a_later_one(tmp_path: Path) -> None:
+    """Two processes: one charges before the other and notes it after."""
+    ledger = tmp_path / "over.sqlite"
+    before = shared(ledger)
+    terms = terms_of(before._plan, 1)
+    assert terms is not None
+    for number in (1, 2):
+        before.pay("one", number, "site-000", 0, terms.events(1))
+    first, second = entries(ledger)
+    _note(before._head_file, first)
+    assert _noted(before._head_file) == (2, second.hash)
+
+
+def test_two_runs_of_different_units_that_begin_at_once_are_not_both_charged(tmp_path: Path) -> None:
+    """Both have found an empty ledger."""
+    ledger = tmp_path / "over.sqlite"
+    record = shared(ledger)
+    window = DatasetLedger(changed(record._plan, "privacy", record="window"))
+    terms = terms_of(record._plan, 1)
+    assert terms is not None
+    record.check(terms, "", (), FOUR)
+    window.check(terms, "", (), FOUR)
+    record.pay("one", 1, "site-000", 0, terms.events(1))
+    with raises(BudgetError, f"dataset 'ward' in {ledger}"):
+        window.pay("two", 1, "site-000", 0, terms.events(1))
 
 
 def test_windows_of_another_tokenizer_or_field_are_another_unit() -> None:
@@ -442,6 +495,7 @@ def test_a_site_of_another_division_is_another_unit(
         settings += ["simulation.alpha=0.5"]
     if change == "before":  # a ledger of an earlier version
         ledger.unlink()
+        ledger.with_name("over.sqlite.head").unlink()
         plain = Ledger(ledger, "simulation", composed)
         paid = DatasetLedger(first)._charge("first", 1, "site-000", 0, terms.events(1))
         plain.charge(replace(paid, what="update, per one site"), None)

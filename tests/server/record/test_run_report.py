@@ -551,9 +551,11 @@ def test_refusals_are_told_at_their_site(copy: Path) -> None:
     with Journal(copy / "journal.sqlite") as journal:
         for _ in range(2):
             journal.record(1, 0, REFUSED, {"site": "site-002", "reason": "<its policy>"})
+        journal.record(2, 1, REFUSED, {"site": "site-002", "reason": "its budget"})
     report = gather(copy)
     row = next(row for row in report.sites if row.name == "site-002")
     assert row.notes.count("Refused after round 1: <its policy>.") == 1
+    assert row.notes.count("Refused in round 2: its budget.") == 1, "while it was under way"
     assert "<its policy>" not in to_html(report)
 
 
