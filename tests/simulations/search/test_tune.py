@@ -355,7 +355,7 @@ def test_a_search_whose_ledger_is_lost_or_older_does_not_go_on(
                 older.execute("DELETE FROM entries WHERE number = 5")
                 older.execute(*trigger)
                 older.commit()
-            assert "expected a charge of the dataset" in refusal(capsys, "tune", "--again", str(out))
+            assert "the last that was made" in refusal(capsys, "tune", "--again", str(out))
     finally:
         kept.replace(ledger)
         begun.write_text(settings)
