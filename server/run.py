@@ -254,7 +254,8 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
         if not isinstance(result, RoundAbandoned):
             first, lost = number + 1, 0
             continue
-        if result.spoiled and plan.aggregation.trace_groups > 1 and party.division(TRAIN, number) == "plan":
+        traced = plan.aggregation.trace_groups > 1 and party.division(TRAIN, number) == "plan"
+        if result.spoiled and traced and number < plan.run.rounds:
             continue  # the next round is divided, and a site that lies in it loses its group alone
         # Later rounds are without a site that is known to have lied, and the next one has no histories to differ.
         if len(party.left_out) == known_liars and not result.apart:

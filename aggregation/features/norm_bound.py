@@ -128,10 +128,11 @@ def _bounded(basis: Basis, layout: SumLayout) -> SumLayout:
     shown = basis.plan.cohort.attempts * ROWS
     if basis.plan.sketches and basis.parameters < _HIDDEN * shown:
         raise PlanError(
-            "aggregation.norm_bound",
-            f"{shown:,} numbers of an update of {basis.parameters:,} values",
-            expected=f"at least {_HIDDEN} times as many values: sketches would show all of an update, or nearly all",
-            fix="lower cohort.attempts, train more parameters, or remove aggregation.norm_bound",
+            "cohort.attempts",
+            basis.plan.cohort.attempts,
+            expected=f"at most {basis.parameters // (_HIDDEN * ROWS)} with aggregation.norm_bound: so many sketches, "
+            f"of {ROWS} numbers each, would show nearly all of an update of {basis.parameters:,} values",
+            fix="lower it, train more parameters, or remove aggregation.norm_bound",
         )
     return dataclasses.replace(layout, norm_bound=bound_of(basis))
 

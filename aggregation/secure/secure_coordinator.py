@@ -339,8 +339,9 @@ class SecureCoordinator:
         agreement = least = self.attempt.parameters.agreement
         if self.sketches is not None:
             self.sketches.check_all()
-            # Each sketch that is missing leaves room for what is no honest site's.
-            least = max(agreement, len(self._survivors) - self.attempt.parameters.dropouts)
+            least = max(
+                agreement, self._least
+            )  # each sketch that is missing leaves room for what no honest site sent
         self._close(Step.CONFIRM, self._confirmed, least=least)
         dropouts = tuple(site for site in sorted(self._shared) if site not in self._statements)
         confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time

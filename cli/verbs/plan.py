@@ -194,6 +194,7 @@ def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
         "norm_bound": max(map(bound_of, rounds)),
         "norm_bound_with_rounding": max(most),
         "liar_reach": reach,
+        "liar_reach_of_mean": times * max(most) / plan.quorum(plan.in_groups(plan.aggregation.groups)[0]),
     }
     return found | (
         {"sketched": plan.cohort.attempts * ROWS, "of_values": min(sizes)} if plan.sketches else {}
@@ -209,10 +210,16 @@ def bound_rows(plan: Plan, bound: Mapping[str, float]) -> Iterator[tuple[str, st
         signals = f"{bound['liar_reach']:.3g} longest signals of an honest one"
         yield "a lying site adds at most", f"{times}: as much as {signals}"
         if plan.sketches:
-            missing = max(plan.threshold(n).dropouts for n in plan.summed())
-            more = f"{2 * REACH:g} times that norm, and at most {missing} of them"
+            missing = max(n - plan.quorum(n) for n in plan.summed())
+            more = f"{2 * REACH:g} times that norm; at most {missing} may drop out after the upload"
             yield "more, for each honest site that sends no sketch", more
-        if "sketched" in bound:
+        least = plan.quorum(plan.in_groups(plan.aggregation.groups)[0])
+        moved = bound["liar_reach_of_mean"]
+        yield (
+            f"of a mean of {least:,} sites, the fewest, it moves at most",
+            f"{moved:.3g}, beside update_norm",
+        )
+        if plan.sketches:
             shown = (
                 f"{bound['sketched']:,.0f} of {bound['of_values']:,.0f}, in {plan.cohort.attempts} attempts"
             )
@@ -310,6 +317,11 @@ def warnings(plan: Plan) -> list[str]:
             f"aggregation.norm_bound: the coordinator sees up to {attempts * ROWS:,} numbers of each site's own noised "
             f"update, {ROWS} in each of {attempts} attempts; they tell of the site as a whole"
         )
+    if plan.aggregation.trace_groups > 1:
+        found.append(
+            f"aggregation.trace_groups: at any time the coordinator may sum a round in {plan.aggregation.trace_groups} "
+            f"groups; its sums may then be of {plan.quorum()} sites, and of {plan.honest()} honest updates"
+        )
     if not plan.aggregation.secure:
         found.append("the sum is in clear: the coordinator sees every site's update")
     elif plan.privacy.unit == "none" and plan.local.balance != "fixed":
@@ -396,15 +408,13 @@ def _of_secure_sum(plan: Plan, secure: SecureCost) -> Iterator[tuple[str, str]]:
     """What the secure sum tolerates and costs."""
     of_group = " of a group" if plan.aggregation.groups > 1 else ""
     yield f"secure sum{of_group}: sites n, neighbours k, threshold t", f"{secure.n}, {secure.k}, {secure.t}"
-    yield "dropouts that it tolerates", f"{plan.spare()}"
+    yield "dropouts that each sum tolerates", f"{plan.spare()}"
     yield "dropouts and colluders assumed", f"{secure.dropouts} and {secure.colluders}"
     yield "sites that must finish", f"{secure.quorum}"
     if plan.aggregation.trace_groups > 1:
         of = " or ".join(f"{n:,}" for n in plan.in_groups(plan.aggregation.trace_groups))
-        yield (
-            "groups, after a sum that no honest sites can have",
-            f"{plan.aggregation.trace_groups:,} of {of} sites",
-        )
+        yield "groups that trace a site", f"{plan.aggregation.trace_groups:,} of {of} sites"
+    yield "sites in an opened sum, at least (least_cohort)", f"{plan.quorum()}"
     yield "honest updates in an opened sum, at least", f"{plan.honest()}"
     yield "more from a site, each round", size(secure.overhead_bytes_up)
     yield "more to a site, each round", size(secure.overhead_bytes_down)

@@ -60,8 +60,9 @@ class Policy(Section):
     """Most sketches of one update that the site sends (`aggregation.norm_bound` under masks): 128 numbers in each
     attempt at a round, of which a plan has `cohort.attempts`. 0: a plan with sketches is refused. The unit of privacy,
     a record or an owner, covers them, because the update has its noise. They show the coordinator something of the site
-    as a whole, which the unit does not cover, and which otherwise the other sites' updates hide. As many numbers as the
-    update has values show all of it. A site without a policy refuses such a plan."""
+    as a whole, which the unit does not cover, and which otherwise the other sites' updates hide. The limit holds in
+    each round. Fewer numbers than values can tell an update; a plan has at most a quarter as many. A site without a
+    policy refuses such a plan."""
     roster_hash: Annotated[
         str, Field(pattern=r"^([0-9a-fA-F]{64})?$"), InWords("64 hexadecimal digits, or nothing")
     ] = ""
@@ -217,7 +218,12 @@ class Policy(Section):
 
     def _check_sketches(self, plan: Plan) -> None:
         if plan.sketches and not self.sketches:
-            _refuse("sketches", "aggregation.norm_bound", plan.aggregation.norm_bound, "no value")
+            _refuse(
+                "sketches",
+                "aggregation.norm_bound",
+                plan.aggregation.norm_bound,
+                "no value, or sketches that the policy allows (sketches = 3)",
+            )
         if plan.sketches and plan.cohort.attempts > self.sketches:
             what = "sketches of one update (cohort.attempts)"
             _refuse("sketches", what, plan.cohort.attempts, f"at most {self.sketches}")

@@ -508,7 +508,9 @@ class CohortSection(PlanSection):
     in its first round, unless `cloister site check` has prepared it. With `mode = "async"` each site has its own
     timeout; a late site is asked again in the next round."""
     attempts: Count = 3
-    """Attempts at one round before the run stops, and rounds in a row that are lost after shares were asked for."""
+    """Attempts at one round before the run stops, and rounds in a row that are lost after shares were asked for. With
+    `aggregation.norm_bound` under masks also the most sketches of an update; when they are used up, the round is given
+    up, and not the run."""
 
     def handshake_s(self) -> float:
         """Timeout in seconds of each step of a masked attempt that carries no update."""
@@ -602,7 +604,10 @@ class AggregationSection(PlanSection):
     Poisoned sites in fewer than half of the groups in the median do not choose the median. The coordinator learns the
     sum of each group. 1: no groups, and the model moves by the mean."""
     trace_groups: Annotated[
-        Count, _SECURE, Only("aggregation.norm_bound", but=(None,)), Only("aggregation.groups", (1,))
+        Count,
+        _SECURE,
+        Only("aggregation.norm_bound", but=(None,), fix='set aggregation.norm_bound = "auto", or remove it'),
+        Only("aggregation.groups", (1,)),
     ] = 1
     """Groups into which the cohort of a round is divided once a sum was opened that honest sites cannot have. A site
     has lied in it, and nothing says which. Each group has a sum of its own. A group with such a sum is left out, and

@@ -274,7 +274,7 @@ def _of_sum(plan: Contract) -> Iterator[Refusal]:
         )
     if not plan.aggregation.secure:
         return
-    for n in sorted({*plan.summed(), sites}):
+    for n in sorted({*plan.summed(), sites} - {0}):  # `_of_groups` refuses groups without a site
         error = _insecure(plan, n)
         if error is not None and n == sites:
             yield Refusal(error.field, error.expected, error.fix, "mask", error.value)

@@ -98,7 +98,10 @@ def run_round(context: RoundContext, number: int) -> RoundDone | RoundAbandoned 
     # 2 to 7.
     wanted = [Wanted(TRAIN, number, context.weights, group) for group in range(len(cohorts))]
     made = sums_over(party, wanted)
-    whole = party.division(TRAIN, number) == "plan"  # a group that traces a site is lost alone
+    # A group that traces a site is lost alone, unless all others are absent too.
+    whole = party.division(TRAIN, number) == "plan" or not any(
+        isinstance(it, Total) or it.bound for it in made
+    )
     for group, (cohort, result) in enumerate(zip(cohorts, made, strict=True)):
         if isinstance(result, Failed) and not result.bound and whole:
             return _too_few(party, number, group, cohort, result)

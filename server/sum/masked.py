@@ -102,9 +102,7 @@ class Masked(Plain):
         # 5. Consistency.
         shown = dict.fromkeys(survivors.survivors, survivors)
         self.course.sketched = coordinator.contract.sketches
-        confirmed = yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
-        if coordinator.contract.sketches:
-            self.course.silent = frozenset(survivors.survivors).difference(confirmed)
+        yield from self.step(coordinator, shown, Confirm, coordinator.confirmed)
         self.course.behind = bool(coordinator.found.behind) or len(survivors.survivors) < len(keys.advertised)
         # 6. Unmask.
         requests = coordinator.request()

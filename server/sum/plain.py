@@ -71,8 +71,6 @@ class Course:
     """Whether sites were left out because they carry another history than most."""
     sketched: bool = False
     """Whether sites were asked for sketches of their vectors."""
-    silent: frozenset[str] = frozenset()
-    """Sites whose vectors were folded in, and which then sent no sketch."""
     too_long: bool = False
     """Whether a site's vector was too long; it is asked for no other sum."""
     complained: bool = False

@@ -152,7 +152,7 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
                 # it is the first of the round: the next one leaves out a site of each known pair, perhaps another one.
                 last += 1
             else:
-                out = _out_after(party, wanted, cohort, course, out - (set() if course.unopened else barred))
+                out = out | course.unopened if course.unopened else out - barred
             _note_failed(
                 attempt, course, f"group {shown_group}: {error}" if shown_group else str(error), error
             )
@@ -165,17 +165,6 @@ def _attempts(party: Party, wanted: Wanted, model_hash: bytes) -> Asks[Total | F
         drawn = len(course.answered) if plan.cohort.mode == "async" else len(cohort)
         took, names = party.clock() - started, tuple(sorted(course.folded))
         return Total(opened, names, drawn, attempt.number, took, told.features, course.behind, course.noted)
-
-
-def _out_after(
-    party: Party, wanted: Wanted, cohort: Iterable[str], course: Course, out: set[str]
-) -> set[str]:
-    """The sites that later attempts at a sum leave out, after one has failed: also those that have sent no sketch,
-    unless too few are left. Otherwise one of them could end each attempt in which no sketch may be missing."""
-    out = out | course.unopened
-    left = [site for site in party.present(cohort) if site not in out | course.silent]
-    enough = len(left) >= party.quorum(wanted.purpose, wanted.round, wanted.group)
-    return out | course.silent if enough else out
 
 
 def _note_failed(attempt: Attempt, course: Course, reason: str, error: CloisterError) -> None:

@@ -6,9 +6,10 @@ plan allows, and only the group of a site that lies is lost. The draws are indep
 all lost groups soon are few.
 
 A site is named if no A sites explain the groups without it, where A sites may lie: one, or as many as
-`aggregation.colluders` assumes. So with at most A liars no honest site is named: the liars explain the groups. If no A
-sites explain them at all, more lie, and nobody is named. What is named is left out of all later sums, and the rounds
-are whole again. A plan with `aggregation.groups`, or whose cohorts are drawn anew, is traced in the sums that it has.
+`aggregation.colluders` assumes, less those that are left out already. So with at most A liars no honest site is named:
+the liars explain the groups. If no A sites explain them at all, more lie, and nobody is named. What is named is left
+out of all later sums. The rounds are whole again where no other spoiled sum is left, and after some rounds without one.
+A plan with `aggregation.groups`, or whose cohorts are drawn anew, is traced in the sums that it has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from cloister.server.sum.party import Party
 
 _MOST_WORK = 5_000_000
 """Names that all searches of a round for sites that explain groups look at: about a second."""
+
+
+_QUIET = 4
+"""Rounds that stay divided for each spoiled sum after the newest: a site that spoils the first whole round after them
+each time spoils ever fewer."""
 
 
 class _UndecidedError(Exception):
@@ -67,7 +73,7 @@ def _explanation(groups: Sequence[frozenset[str]], most: int, left: list[int]) -
     if left[0] < 0:
         raise _UndecidedError
     often = Counter(site for group in groups for site in group)
-    if len(groups) > most * max(often.values(), default=0) or _apart(groups) > most:
+    if len(groups) > most * max(often.values(), default=0):
         return None
     # One of the sites of each group is among them: so it is for the smallest.
     smallest = min(groups, key=lambda group: len(group))
@@ -76,16 +82,6 @@ def _explanation(groups: Sequence[frozenset[str]], most: int, left: list[int]) -
         if rest is not None:
             return rest | {site}
     return None
-
-
-def _apart(groups: Sequence[frozenset[str]]) -> int:
-    """How many groups were found that have no site in common, each of which needs a site of its own."""
-    seen, found = set[str](), 0
-    for group in groups:
-        if seen.isdisjoint(group):
-            seen |= group
-            found += 1
-    return found
 
 
 def most_liars(plan: Plan) -> int:
@@ -100,19 +96,23 @@ def divide(party: Party, number: int) -> None:
         return
     left = _spoiled(party)
     traced = party.division(TRAIN, number) == "trace"
-    if not traced and left and not party.journal.count(steps.of_sum(TRAIN, steps.BEGUN), number):
+    begun = party.journal.count(steps.of_sum(TRAIN, steps.BEGUN), number)
+    if not traced and not begun and left and number - max(each for each, _ in left) <= _QUIET * len(left):
         party.journal.record(number, 0, steps.TRACED, {"spoiled": len(left)})
         traced = True
     if traced and left:
-        common = tuple(sorted(frozenset[str].intersection(*left)))
+        common = tuple(sorted(frozenset[str].intersection(*(sites for _, sites in left))))
         party.observe(Traced(number, party.plan.aggregation.trace_groups, len(left), common))
 
 
 def leave_out(party: Party, number: int) -> None:
-    """Leave the sites that the spoiled sums name out of all later sums, durably."""
-    if not (left := _spoiled(party)):
-        return
-    for site in liars(left, most_liars(party.plan)):
+    """Leave the sites that the spoiled sums name out of all later sums, durably.
+
+    Sums that a known liar explains are no evidence, and it is one of the A that may lie.
+    """
+    left = [sites for _, sites in _spoiled(party)]
+    most = most_liars(party.plan) - len(party.left_out)
+    for site in liars(left, most) if left and most > 0 else ():
         own = sum(site in group for group in left)
         reason = f"it was in {own} sums that no honest sites can have, and no other sites explain all of them"
         party.left_out[site] = reason
@@ -120,8 +120,9 @@ def leave_out(party: Party, number: int) -> None:
         party.observe(SiteFailed(number, site, f"left out of all later sums: {reason}"))
 
 
-def _spoiled(party: Party) -> list[frozenset[str]]:
-    """The sites of each sum of updates that honest sites cannot have, but for those that a known liar explains."""
+def _spoiled(party: Party) -> list[tuple[int, frozenset[str]]]:
+    """The round and the sites of each sum of updates that honest sites cannot have, but for those that a known liar
+    explains."""
     opened = party.journal.of(steps.of_sum(TRAIN, steps.SPOILED))
-    found = [frozenset(entry.detail["sites"]) for entry in opened]
-    return [sites for sites in found if sites.isdisjoint(party.left_out)]
+    found = [(entry.round, frozenset(entry.detail["sites"])) for entry in opened]
+    return [(number, sites) for number, sites in found if sites.isdisjoint(party.left_out)]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cloister.aggregation.secure.secure_coordinator import SecureCoordinator
 from cloister.aggregation.secure.secure_site import SecureSite
 from cloister.aggregation.secure.secure_sum import Attempt
 from cloister.aggregation.secure.sketches import Sketches
@@ -40,7 +41,7 @@ from cloister.protocol.errors import (
 )
 from cloister.protocol.messages.messages import Confirm, Masked, Sketched, Survivors
 from cloister.protocol.plan.threshold import Tolerance
-from cloister.tests.parties.protocol_parties import LENGTH, Parties, carried, signed
+from cloister.tests.parties.protocol_parties import LENGTH, MODEL, Parties, carried, signed
 from cloister.tests.tools.raises import raises
 
 SIZE, BOUND, SITES = 30, 1000.0, 5
@@ -241,12 +242,12 @@ def test_a_sketch_that_is_missing_is_room_for_one_and_not_for_two() -> None:
         Sketches(LENGTHS).check_sum(total, seed, 2)
 
 
-def test_no_more_sketches_are_missing_than_sites_may_drop_out() -> None:
+def test_as_many_sketches_arrive_as_sites_must_finish() -> None:
     """Each one that is missing leaves room for what no honest site has sent."""
     parties = Sharing(1, along(np.arange(SIZE) - 7, BOUND), tolerance=ONE_DROPS_OUT)
-    parameters = Attempt(parties.contract, parties.coordinator.begin).parameters
-    assert parameters.dropouts == 1
-    assert parameters.agreement < SITES - 1
+    needed = SITES - 1
+    parties.coordinator = SecureCoordinator(parties.contract, 1, 1, MODEL, needed=needed, lengths=LENGTHS)
+    assert parties.coordinator.attempt.parameters.agreement < needed
     with raises(TooFewSitesError, "sites that finished the step confirm"):
         parties.run({parties.liars[0]: 4, parties.names[-1]: 4})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from cloister.protocol.plan.soundness import parse
 from cloister.server.display import describe
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.history import run_history
-from cloister.server.record.journal import Journal
+from cloister.server.record.journal import Entry, Journal
 from cloister.server.record.progress import RoundAbandoned, RoundDone, RoundStarted, SiteFailed, Traced
 from cloister.server.run import run
 from cloister.server.sum import sum as sum_module
@@ -92,19 +93,22 @@ def test_with_more_liars_than_assumed_an_honest_site_can_be_named() -> None:
 def rounds_until_named(sites: int, groups: int, most: int, lying: int, seed: int) -> int:
     """Each group of a liar is spoiled in each round."""
     names = [f"site-{number:03d}" for number in range(sites)]
-    draw, liar = Draw(seed, TRAIN, sites, groups=groups), tuple(names[:lying])
-    spoiled: list[tuple[str, ...]] = []
+    draw, liar = Draw(seed, TRAIN, sites, groups=groups), set(names[:lying])
+    spoiled, named = [tuple(names)], set[str]()
     for number in range(1, 41):
-        spoiled += [group for group in draw.divided(names, number) if set(liar).intersection(group)]
-        found = liars(spoiled, most)
-        assert set(liar).issuperset(found)
-        if found == liar:
+        left = [group for group in draw.divided(names, number) if (liar - named).intersection(group)]
+        spoiled = [group for group in [*spoiled, *left] if named.isdisjoint(group)]
+        found = liars(spoiled, most - len(named))
+        named |= set(found)
+        assert liar >= named
+        if named == liar:
             return number
     raise AssertionError("not named in 40 rounds")
 
 
 @pytest.mark.parametrize(
-    ("sites", "groups", "most", "lying"), [(9, 3, 1, 1), (20, 4, 1, 1), (20, 4, 2, 1), (20, 4, 2, 2)]
+    ("sites", "groups", "most", "lying"),
+    [(9, 3, 1, 1), (20, 4, 1, 1), (20, 4, 2, 1), (20, 4, 2, 2), (100, 4, 1, 1), (100, 4, 2, 1)],
 )
 def test_liars_that_go_on_are_named_as_soon_as_the_page_says(
     sites: int, groups: int, most: int, lying: int
@@ -231,6 +235,73 @@ def divided_in(federation: Federation, number: int) -> tuple[tuple[str, ...], ..
     return draw_of(federation.plan, TRAIN, "trace").divided(federation.names, number)
 
 
+def test_a_divided_round_without_any_site_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole one: nothing was asked of anybody."""
+    lying = federation(tmp_path, "run.rounds=3", "cohort.attempts=1")
+    Liar(monkeypatch, lying, 1, honest=False)
+    lying.channel.down = lambda _site, _step, request: about(request) == 3
+    with pytest.raises(QuorumError):
+        go(lying, tmp_path)
+    lying.channel.down = lambda _site, _step, _request: False
+    events: list[object] = []
+    with RunFolder.reopen(tmp_path / "run") as folder:
+        run(folder, lying.channel, events.append, roster=lying.roster)
+    assert [event.round for event in of(events, RoundDone)] == [3]
+
+
+def test_a_second_liar_is_named_only_if_two_are_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is one of those that may lie."""
+    names = federation(tmp_path).names
+    for most, named in ((1, {names[8]}), (2, {names[7], names[8]})):
+        party, rounds = Journalled(names), [(1, names), (2, names[6:]), (3, (names[0], names[5], names[8]))]
+        monkeypatch.setattr(trace, "most_liars", lambda _plan, most=most: most)
+        rounds += [(4, (names[1], names[4], names[8])), (5, (names[2], names[3], names[8]))]
+        rounds += [(6, names[5:8]), (7, (names[0], names[1], names[7])), (8, (names[2], names[3], names[7]))]
+        for number, sites in rounds:
+            party.spoil(number, sites)
+            trace.leave_out(cast(Party, party), number)
+        assert set(party.left_out) == named
+
+
+class Journalled:
+    """A party, as tracing sees it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.plan, self.left_out, self.journal = parse("", ["cohort.sites=9"]), dict[str, str](), self
+        self.entries: list[Entry] = []
+
+    def spoil(self, number: int, sites: Sequence[str]) -> None:
+        self.entries.append(Entry(number, 1, "train spoiled", {"sites": list(sites)}))
+
+    def of(self, _step: str) -> list[Entry]:
+        return self.entries
+
+    def record(self, *_entry: object) -> None:
+        """Nothing: `left_out` has it."""
+
+    def observe(self, _event: object) -> None:
+        """Nothing."""
+
+
+def test_rounds_are_whole_again_after_some_that_are_not_spoiled(tmp_path: Path) -> None:
+    lying = federation(tmp_path, "run.rounds=8")
+    lies = [True]
+
+    def before(_site: str, request: Request) -> None:
+        lies[0] = about(request) == 1
+
+    lying.channel.before = before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
+        events = go(lying, tmp_path)
+    assert [event.round for event in of(events, Traced)] == [2, 3, 4, 5]
+    assert [event.sites for event in of(events, RoundDone)] == [9] * 7
+
+
 def test_a_round_whose_groups_are_all_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More sites lie than are assumed: one in each group, in each round."""
     lying = federation(tmp_path, "cohort.attempts=2", "run.rounds=7")
@@ -293,13 +364,23 @@ def test_no_site_uses_what_it_carries_after_a_divided_round(
         assert [journal.of("done", number)[0].detail["behind"] for number in range(2, 6)] == [True] * 4
 
 
-def test_a_site_that_keeps_its_sketch_is_left_out_of_the_next_attempt(tmp_path: Path) -> None:
-    """Where no sketch may be missing, it would end each of them."""
-    lying = federation(tmp_path, "aggregation.trace_groups=1", "aggregation.dropouts=0.0", "run.rounds=1")
+def test_a_site_that_keeps_its_sketch_costs_its_group_nothing(tmp_path: Path) -> None:
+    """As long as those that send theirs are as many as must finish."""
+    lying = federation(tmp_path, "run.rounds=2")
+    lies = [True]
     name = lying.names[3]
-    lying.channel.down = lambda site, step, _request: site == name and step == "confirm"
-    events = go(lying, tmp_path)
-    assert [(event.attempts, event.sites) for event in of(events, RoundDone)] == [(2, 8)]
+    lying.channel.down = lambda site, step, request: (
+        site == name and step == "confirm" and about(request) == 2
+    )
+
+    def before(_site: str, request: Request) -> None:
+        lies[0] = about(request) == 1
+
+    lying.channel.before = before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
+        events = go(lying, tmp_path)
+    assert [(event.round, event.attempts, event.sites) for event in of(events, RoundDone)] == [(2, 1, 9)]
 
 
 def test_an_honest_run_has_no_groups(tmp_path: Path) -> None:
