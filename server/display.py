@@ -59,7 +59,8 @@ class LineDisplay:
         self.absent.event(event)
         line = describe(event)
         if line:
-            self._console.print(Text(line), soft_wrap=True)
+            style = "bold yellow" if isinstance(event, progress.Warned) else ""
+            self._console.print(Text(line, style), soft_wrap=True)
 
     def watch(self, site: str, at_work: bool) -> None:
         """Show that a site started or stopped working: not in lines, because a log would be full of them."""
@@ -70,6 +71,8 @@ def describe(event: progress.Event) -> str:
     match event:
         case progress.Preparing(doing):
             return f"preparing {doing}"
+        case progress.Warned(text):
+            return f"warning: {text}"
         case progress.Connected(sites, missing):
             rest = "; ".join(f"{site}: {why}" for site, why in missing.items())
             return f"{len(sites)} of {len(sites) + len(missing)} sites are connected" + (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,6 +38,7 @@ from cloister.lm.tasks.task import sample_line
 from cloister.lm.text.corpus import Corpus, check_corpus, corpus_records
 from cloister.lm.text.records import Records, Unusable, read_each
 from cloister.lm.text.sources import overlap
+from cloister.privacy.accounting.signal import advice, signal_of, summary
 from cloister.privacy.accounting.terms import terms_of
 from cloister.privacy.ledger.dataset import DatasetLedger
 from cloister.privacy.mechanism.noise import NoiseStream
@@ -64,7 +65,7 @@ from cloister.server.record.history import identity, next_start, reached, run_hi
 from cloister.server.record.journal import CREATED, DONE, FINISHED
 from cloister.server.record.outcome import Outcome, finish
 from cloister.server.record.phases import Phase, Phases
-from cloister.server.record.progress import Event, Observer, Preparing, Started, Step
+from cloister.server.record.progress import Event, Observer, Preparing, Started, Step, Warned
 from cloister.server.record.public import base_of, public_model
 from cloister.server.run import run
 from cloister.simulations import store
@@ -366,6 +367,29 @@ def _make_sequences(plan: Plan, sites: SitesFolder, observe: Observer) -> None:
     store.make(sites.sequences, plan, tokenizer_of(plan), paths, progress)
     if line := left_out(plan, sites):
         observe(Preparing(f"data of the sites: {line}"))
+    if plan.privacy.unit != "none":
+        _tell_signal(plan, Store(sites.sequences).units(), observe)
+
+
+def _tell_signal(plan: Plan, units: Sequence[int], observe: Observer) -> None:
+    """Tell how long the noise of the run is beside what its records add, and what to change.
+
+    Args:
+        plan: A plan with a privacy unit.
+        units: Of each site.
+        observe: Is told it; the counts are exact, and no charge covers them.
+    """
+    counts = count_parameters(plan)
+    terms = terms_of(plan, counts.trained)
+    assert terms is not None, "there is a unit"
+    of_site = plan.privacy.unit == "site"
+    found = signal_of(plan, terms, counts.summed, [1] if of_site else units)
+    if found is None:
+        return
+    must_stay = "" if of_site else f" ({MUST_STAY}: exact counts, which no charge covers)"
+    observe(Preparing(f"data of the sites{must_stay}: {summary(plan, found)}"))
+    for text in advice(plan, found, plan.cohort.sites if of_site else sum(units)):
+        observe(Warned(text))
 
 
 def left_out(plan: Plan, sites: SitesFolder) -> str:

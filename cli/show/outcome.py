@@ -33,6 +33,7 @@ from cloister.server.record.history import run_history
 from cloister.server.record.outcome import Outcome
 from cloister.server.record.phases import Phase
 from cloister.server.record.report import gather, most_charges, over_runs
+from cloister.server.round.rows import what_to_change
 from cloister.simulations.federation import left_out
 from cloister.simulations.site_losses import Losses, keep, per_site
 
@@ -231,6 +232,8 @@ def _summary(folder: RunFolder, outcome: Outcome) -> Table:
     if outcome.initial_loss is not None and outcome.final_loss is not None:
         loss = f"{outcome.initial_loss:.3f} -> {outcome.final_loss:.3f} nats per {label}"
         table.add_row("held-out loss", loss)
+        if outcome.rounds and outcome.final_loss >= outcome.initial_loss:
+            table.add_row("", Text(f"it did not fall: {what_to_change(folder.plan)}", "bold yellow"))
         for name, value in outcome.shown(EVALUATED, label):
             table.add_row(name, value)
     ends = {

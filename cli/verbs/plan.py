@@ -24,6 +24,7 @@ from cloister.aggregation.vector.sketch import REACH, ROWS
 from cloister.cli.options.shared_options import Parser, add_action, chosen_plan
 from cloister.cli.show.console import PipedConsole, columns
 from cloister.privacy.accounting.claims import relation, tells, thing, unit
+from cloister.privacy.accounting.signal import Signal, advice, signal_of
 from cloister.privacy.accounting.terms import Terms, participation, terms_of
 from cloister.privacy.mechanism.correlated import Blt, loss
 from cloister.privacy.mechanism.unit_sum import UnitSum
@@ -159,6 +160,8 @@ def _check(arguments: argparse.Namespace) -> int:
         found |= bound
         if terms and _asked(plan, terms):
             found["expected_errors"] = expected_errors(plan, terms)
+        if terms and (signal := _signal(plan, terms, counts.summed)):
+            found["signal"] = asdict(signal) | {"advice": advice(plan, signal, _protected(plan))}
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
     console = PipedConsole()
@@ -167,12 +170,28 @@ def _check(arguments: argparse.Namespace) -> int:
     sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate), bound_rows(plan, bound)]
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
+    sections += [signal_rows(plan, _signal(plan, terms, counts.summed))] if terms else []
     _print_cost(console, plan, sections)
     if terms and _asked(plan, terms):
         console.print(_of_answer(plan, terms))
     if not_used:
         console.say(f"records of the sites: {not_used}", "bold yellow")
+    if terms and (signal := _signal(plan, terms, counts.summed)):
+        for text in advice(plan, signal, _protected(plan)):
+            console.say(text, "bold yellow")
     return 0
+
+
+def _signal(plan: Plan, terms: Terms, summed: int) -> Signal | None:
+    """The signal of a run, by public figures alone; None where the plan does not say how many units a site has."""
+    if plan.privacy.unit == "site":
+        return signal_of(plan, terms, summed, [1])
+    return None if plan.privacy.units is None else signal_of(plan, terms, summed, [plan.privacy.units])
+
+
+def _protected(plan: Plan) -> int:
+    """About how many units all sites have."""
+    return plan.cohort.sites * (plan.privacy.units or 1)
 
 
 def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
@@ -369,6 +388,21 @@ def _of_round(plan: Plan, estimate: Cost) -> Iterator[tuple[str, str]]:
     if plan.aggregation.groups > 1:
         of = " or ".join(f"{n:,}" for n in plan.in_groups(plan.aggregation.groups))
         yield "groups, of whose means the median is taken", f"{plan.aggregation.groups:,} of {of} sites"
+
+
+def signal_rows(plan: Plan, signal: Signal | None) -> Iterator[tuple[str, str]]:
+    """How long the noise is beside what records add to a step and to a round."""
+    if signal is None:
+        if plan.question is None:
+            yield "noise beside the signal", "not known: set privacy.units, about how many a site has"
+        return
+    if plan.privacy.unit != "site":
+        yield "expected units of a batch", f"{signal.batch:,.3g} of about {signal.most:,} at a site"
+    each = f"{signal.coordinate:.2g} C, beside {signal.typical:.2g} C of a clipped gradient"
+    yield "noise of a coordinate of a mean", each
+    if plan.privacy.unit != "site":
+        yield "noise of a step, over its longest signal", f"{signal.step:.2g}"
+    yield "noise of a round, over its longest signal", f"{signal.round:.2g}"
 
 
 def _of_answer(plan: Plan, terms: Terms) -> Table:

@@ -106,6 +106,14 @@ class Store:
             arrays[kind] = self._arrays[kind][offset : offset + size].reshape(shape)
         return Sequences(**arrays, n_bytes=entry["n_bytes"])
 
+    def units(self) -> list[int]:
+        """The units to train on of each site, or where there are none its sequences; 0 for a site without any."""
+        found = []
+        for entry in self._index:
+            shapes = {} if entry is None else entry["train"]["arrays"]
+            found.append(int(shapes["starts"][1][0]) - 1 if "starts" in shapes else 0)
+        return found
+
     def left_out(self) -> tuple[Counter[str], dict[str, str]]:
         """Number of records that the sites leave out, by the reason, and where each site has the first of each."""
         counts, places = Counter[str](), defaultdict[str, list[str]](list)

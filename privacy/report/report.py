@@ -327,6 +327,8 @@ class RunReport(_Strict):
     """Who is responsible for what, in plain words."""
     exposure: str = ""
     """How exposed the data is before anything is released."""
+    protected: Count | None = None
+    """About how many units all sites have together, as the plan states it in public; None: it does not."""
     released: Literal["models", "models and evaluations", "answer"] = "models"
     """What was given out."""
     label: str = "token"

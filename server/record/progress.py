@@ -22,6 +22,13 @@ class Preparing(Event):
 
 
 @dataclass(frozen=True)
+class Warned(Event):
+    """Something that a person should change, or should know before the result is used."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Connected(Event):
     """In a deployment, other sites than before are connected."""
 

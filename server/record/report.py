@@ -154,6 +154,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
+        protected=None if plan.privacy.units is None else plan.privacy.units * plan.cohort.sites,
         released=_released(plan),
         answer=_answer(files, plan),
         asked=None if asked is None else _asked(asked, account.epsilon),

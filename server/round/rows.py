@@ -6,11 +6,22 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from cloister.protocol.plan.plan import Plan
 from cloister.server.record.folder import RunFolder
 from cloister.server.record.phases import added
-from cloister.server.record.progress import Evaluated
+from cloister.server.record.progress import Evaluated, Warned
 from cloister.server.record.tracking import scalars
 from cloister.server.round.round import RoundContext
+
+_PATIENCE = 3
+"""Evaluations after that of the initial model, none of which has a lower loss, after which a run warns."""
+
+
+def what_to_change(plan: Plan) -> str:
+    """What to change where the held-out loss does not fall."""
+    if plan.privacy.unit == "none":
+        return "try a lower local.learning_rate, or more local.steps"
+    return "see by cloister plan check how long the noise is beside the signal, or try a lower local.learning_rate"
 
 
 class Rows:
@@ -26,6 +37,7 @@ class Rows:
         self._context = context
         self._folder = folder
         self._board = board
+        self._losses: dict[int, float] | None = None
 
     def report(self, facts: dict[str, Any]) -> None:
         """Evaluate the model after a round if that is due, and write the round's line.
@@ -60,7 +72,19 @@ class Rows:
         if measured is None:
             return {}
         context.party.observe(Evaluated(number, measured.told))
+        if (loss := measured.figures.get("loss")) is not None:
+            self._watch(number, loss)
         return dict(measured.figures)
+
+    def _watch(self, number: int, loss: float) -> None:
+        """Warn once if the held-out loss does not fall."""
+        if self._losses is None:  # those of an earlier process too
+            self._losses = {row["round"]: row["loss"] for row in self._folder.metrics() if "loss" in row}
+        self._losses[number] = loss
+        losses = [self._losses[each] for each in sorted(self._losses)]
+        if len(losses) == 1 + _PATIENCE and min(losses[1:]) >= losses[0]:
+            text = f"the held-out loss has not fallen in {_PATIENCE} evaluations: {losses[0]:.4g} -> {loss:.4g} nats"
+            self._context.party.observe(Warned(f"{text}; {what_to_change(self._context.party.plan)}"))
 
     def _timed(self, row: dict[str, Any]) -> dict[str, Any]:
         """A line with the seconds that its process has spent since the line before it."""
