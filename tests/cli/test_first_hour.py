@@ -220,3 +220,48 @@ def test_chats_without_an_assistant_are_told_so(
 def test_others_may_read_a_saved_model(whole: dict[str, Any]) -> None:
     modes = {path.stat().st_mode for path in (Path(whole["run"]) / "final").iterdir()}
     assert len(modes) == 1
+
+
+def test_a_check_says_how_long_the_noise_is_beside_the_signal(
+    small_plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = set_options([*UNIT, "local.batch_size=4", "local.accumulation=1", "cohort.sites=4"])
+    unknown = found(capsys, "plan", "check", str(small_plan), *given)
+    assert "signal" not in unknown
+    assert "set privacy.units" in done(capsys, "plan", "check", str(small_plan), *given)
+    more = set_options(["privacy.units=56", "privacy.delta=0.01"])
+    signal = found(capsys, "plan", "check", str(small_plan), *given, *more)["signal"]
+    assert signal["batch"] == 28
+    assert len(signal["advice"]) == 3, "batch size, noise and delta"
+    shown = done(capsys, "plan", "check", str(small_plan), *given, *more)
+    assert re.search(r"expected units of a batch +│ +28 of about 56 at a site", shown)
+    assert all(line in shown for line in signal["advice"])
+    line = refusal(capsys, "plan", "check", str(small_plan), *set_options(["privacy.units=56"]))
+    assert line.startswith("cloister: privacy.units is 56")
+
+
+def test_a_run_says_what_is_wrong_with_its_noise_and_that_its_loss_does_not_fall(
+    small_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start, in the run and at its end."""
+    lost = [
+        "server.evaluation=simulation:public",
+        "simulation.public=0.3",
+        "data.held_out=0.0",
+        "run.rounds=4",
+    ]
+    given = set_options([*UNIT[:-1], *lost, "privacy.units=500", "local.learning_rate=0.9"])
+    folder = tmp_path / "run"
+    shown = done(capsys, "simulate", str(small_plan), *given, "--out", str(folder), "--workers", "1")
+    start, _, rest = shown.partition("round 0: held-out loss")
+    assert "units at a site" in start
+    assert "exact counts, which no charge covers" in start
+    assert "warning: the noise in the mean of a round is" in start
+    in_the_run, _, end = rest.partition("finished 4 rounds")
+    assert in_the_run.count("warning: the held-out loss has not fallen in 3 evaluations") == 1
+    assert "it did not fall" in end
+    done(capsys, "report", str(folder))
+    report = json.loads((folder / "report.json").read_bytes())
+    assert report["protected"] == 500 * report["federation"]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "of all sites, as the plan states" in page
