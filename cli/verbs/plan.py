@@ -186,12 +186,12 @@ def _signal(plan: Plan, terms: Terms, summed: int) -> Signal | None:
     """The signal of a run, by public figures alone; None where the plan does not say how many units a site has."""
     if plan.privacy.unit == "site":
         return signal_of(plan, terms, summed, [1])
-    return None if plan.privacy.units is None else signal_of(plan, terms, summed, [plan.privacy.units])
+    return None if plan.cohort.units is None else signal_of(plan, terms, summed, [plan.cohort.units])
 
 
 def _protected(plan: Plan) -> int:
     """About how many units all sites have."""
-    return plan.cohort.sites * (plan.privacy.units or 1)
+    return plan.cohort.sites * (plan.cohort.units or 1)
 
 
 def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
@@ -394,7 +394,7 @@ def signal_rows(plan: Plan, signal: Signal | None) -> Iterator[tuple[str, str]]:
     """How long the noise is beside what records add to a step and to a round."""
     if signal is None:
         if plan.question is None:
-            yield "noise beside the signal", "not known: set privacy.units, about how many a site has"
+            yield "noise beside the signal", "not known: set cohort.units, about how many a site has"
         return
     if plan.privacy.unit != "site":
         yield "expected units of a batch", f"{signal.batch:,.3g} of about {signal.most:,} at a site"

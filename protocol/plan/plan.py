@@ -478,6 +478,9 @@ class CohortSection(PlanSection):
 
     sites: Count = 8
     """Sites in the federation."""
+    units: Annotated[Count | None, _DPSGD, _TRAINS] = None
+    """About how many units of privacy each site has: a public figure, rounded, and no count of one site. By it the
+    report shows what delta means. `cloister plan check` shows whether rate, batch and noise suit each other."""
     fraction: Annotated[Fraction, _SYNC] = 1.0
     """Fraction of the sites drawn for each round."""
     mode: Annotated[
@@ -671,10 +674,6 @@ class PrivacySection(PlanSection):
     """Epsilon of the whole run, from which the noise multiplier is calibrated; instead of `noise_multiplier`."""
     delta: Annotated[float, Field(gt=0, lt=1), _PRIVATE] = 1e-5
     """Delta: smaller than 1 over the number of units that are protected."""
-    units: Annotated[Count | None, _DPSGD, _TRAINS] = None
-    """About how many units a site has, a public figure, rounded: by it the report shows what delta means, and
-    `cloister plan check` whether rate, batch and noise suit each other. It is in the plan, which all sites see: no
-    count of one site."""
     budget: Annotated[Positive | None, _PRIVATE, _UNTARGETED] = None
     """Epsilon that may be spent; a round that would exceed it is not started. None: `target_epsilon`, or no limit."""
     accountant: Annotated[Literal["pld", "rdp"], _PRIVATE] = "pld"

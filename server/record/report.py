@@ -89,8 +89,7 @@ _SAME = 1e-6
 def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
     """The report of the run in a folder; if the run is under way, of the rounds that are done.
 
-    It only reads and takes no lock. It takes a few seconds for any number of rounds: composing privacy loss
-    distributions takes some 0.3 s for each of `COMPOSED` figures.
+    It only reads and takes no lock. It takes seconds for any number of rounds: 0.3 s for each of `COMPOSED` figures.
 
     Args:
         path: The run files.
@@ -134,15 +133,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         federation=plan.cohort.sites,
         assumptions=claims.assumptions(plan, terms, simulated=history.simulated),
         trusted=claims.PROSE.said("trusted", plan, history.simulated),
-        not_covered=(
-            *_missing_rounds(plan, history),
-            *(
-                claims.PROSE.said("poisoned", plan)
-                if history.simulated and not files.federation.exists()
-                else ()
-            ),
-            *claims.PROSE.said("not_covered", plan),
-        ),
+        not_covered=_not_covered(files, plan, history),
         secure=_secure(plan),
         ledger=account.ledger,
         audit=audit_row(files.audit),
@@ -154,7 +145,7 @@ def gather(path: Path, *, clock: Callable[[], float] = time.time) -> RunReport:
         responsible=claims.PROSE.said("responsible", plan, history.simulated),
         exposure=claims.PROSE.line("exposure", plan, history.simulated),
         label=plan.data.label,
-        protected=None if plan.privacy.units is None else plan.privacy.units * plan.cohort.sites,
+        protected=None if plan.cohort.units is None else plan.cohort.units * plan.cohort.sites,
         released=_released(plan),
         answer=_answer(files, plan),
         asked=None if asked is None else _asked(asked, account.epsilon),
@@ -669,6 +660,12 @@ def audit_row(path: Path) -> AuditRow | None:
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _not_covered(files: RunFiles, plan: Plan, history: RunHistory) -> tuple[str, ...]:
+    simulated = history.simulated and not files.federation.exists()
+    poisoned = claims.PROSE.said("poisoned", plan) if simulated else ()
+    return (*_missing_rounds(plan, history), *poisoned, *claims.PROSE.said("not_covered", plan))
 
 
 def _missing_rounds(plan: Plan, history: RunHistory) -> tuple[str, ...]:

@@ -228,16 +228,16 @@ def test_a_check_says_how_long_the_noise_is_beside_the_signal(
     given = set_options([*UNIT, "local.batch_size=4", "local.accumulation=1", "cohort.sites=4"])
     unknown = found(capsys, "plan", "check", str(small_plan), *given)
     assert "signal" not in unknown
-    assert "set privacy.units" in done(capsys, "plan", "check", str(small_plan), *given)
-    more = set_options(["privacy.units=56", "privacy.delta=0.01"])
+    assert "set cohort.units" in done(capsys, "plan", "check", str(small_plan), *given)
+    more = set_options(["cohort.units=56", "privacy.delta=0.01"])
     signal = found(capsys, "plan", "check", str(small_plan), *given, *more)["signal"]
     assert signal["batch"] == 28
     assert len(signal["advice"]) == 3, "batch size, noise and delta"
     shown = done(capsys, "plan", "check", str(small_plan), *given, *more)
     assert re.search(r"expected units of a batch +│ +28 of about 56 at a site", shown)
     assert all(line in shown for line in signal["advice"])
-    line = refusal(capsys, "plan", "check", str(small_plan), *set_options(["privacy.units=56"]))
-    assert line.startswith("cloister: privacy.units is 56")
+    line = refusal(capsys, "plan", "check", str(small_plan), *set_options(["cohort.units=56"]))
+    assert line.startswith("cloister: cohort.units is 56")
 
 
 def test_a_run_says_what_is_wrong_with_its_noise_and_that_its_loss_does_not_fall(
@@ -250,7 +250,7 @@ def test_a_run_says_what_is_wrong_with_its_noise_and_that_its_loss_does_not_fall
         "data.held_out=0.0",
         "run.rounds=4",
     ]
-    given = set_options([*UNIT[:-1], *lost, "privacy.units=500", "local.learning_rate=0.9"])
+    given = set_options([*UNIT[:-1], *lost, "cohort.units=500", "local.learning_rate=0.9"])
     folder = tmp_path / "run"
     shown = done(capsys, "simulate", str(small_plan), *given, "--out", str(folder), "--workers", "1")
     start, _, rest = shown.partition("round 0: held-out loss")
