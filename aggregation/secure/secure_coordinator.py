@@ -339,9 +339,8 @@ class SecureCoordinator:
         agreement = least = self.attempt.parameters.agreement
         if self.sketches is not None:
             self.sketches.check_all()
-            least = max(
-                agreement, self._least
-            )  # each sketch that is missing leaves room for what no honest site sent
+            # Each sketch that is missing leaves room for what no honest site has sent.
+            least = max(agreement, self._least)
         self._close(Step.CONFIRM, self._confirmed, least=least)
         dropouts = tuple(site for site in sorted(self._shared) if site not in self._statements)
         confirmed = sorted(self._confirmed)[:agreement]  # more would only take the sites' time

@@ -107,7 +107,7 @@ class Store:
         return Sequences(**arrays, n_bytes=entry["n_bytes"])
 
     def units(self) -> list[int]:
-        """The units to train on of each site, or where there are none its sequences; 0 for a site without any."""
+        """The units to train on of each site; 0 where it has none, or the plan has no units."""
         found = []
         for entry in self._index:
             shapes = {} if entry is None else entry["train"]["arrays"]
