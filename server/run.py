@@ -260,7 +260,7 @@ def _rounds(context: RoundContext, rows: Rows, last: int) -> tuple[int, str]:
         # Later rounds are without a site that is known to have lied, and the next one has no histories to differ.
         if len(party.left_out) == known_liars and not result.apart:
             lost += 1
-        if result.spoiled:
+        if result.spoiled and len(party.left_out) == known_liars:
             spoiled += 1  # by a site that cannot be named: honest sites spoil none, so all of them count
         if spoiled == limit:
             raise SpoiledError(

@@ -213,7 +213,7 @@ def _bound(plan: Plan, counts: Counts) -> dict[str, float]:
         "norm_bound": max(map(bound_of, rounds)),
         "norm_bound_with_rounding": max(most),
         "liar_reach": reach,
-        "liar_reach_of_mean": times * max(most) / plan.quorum(plan.in_groups(plan.aggregation.groups)[0]),
+        "liar_reach_of_mean": times * max(most) / plan.quorum(),
     }
     return found | (
         {"sketched": plan.cohort.attempts * ROWS, "of_values": min(sizes)} if plan.sketches else {}
@@ -232,7 +232,7 @@ def bound_rows(plan: Plan, bound: Mapping[str, float]) -> Iterator[tuple[str, st
             missing = max(n - plan.quorum(n) for n in plan.summed())
             more = f"{2 * REACH:g} times that norm; at most {missing} may drop out after the upload"
             yield "more, for each honest site that sends no sketch", more
-        least = plan.quorum(plan.in_groups(plan.aggregation.groups)[0])
+        least = plan.quorum()  # of a group that traces a site, where all others are lost
         moved = bound["liar_reach_of_mean"]
         yield (
             f"of a mean of {least:,} sites, the fewest, it moves at most",
