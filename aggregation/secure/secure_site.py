@@ -526,7 +526,7 @@ class SecureSite:
 
     def _check_statements(self, survivors: Survivors) -> None:
         """5e: the seed of the sketches follows from the vectors that all survivors have signed, and is one in an
-        attempt. Otherwise a coordinator could choose it, and show each site another one."""
+        attempt. Otherwise a coordinator could name any seed; so it can only choose among lists of survivors."""
         if Step.CONFIRM in self._done:
             if self._shown().statements != survivors.statements:
                 raise AgreementError("statements", expected="those that this site signed in this attempt")

@@ -145,6 +145,8 @@ def _check(arguments: argparse.Namespace) -> int:
     estimate, bound = cost(plan, *counts), _bound(plan, counts)
     secure = secure_cost(plan)
     terms = terms_of(plan, estimate.trained_parameters)
+    signal = _signal(plan, terms, counts.summed) if terms else None
+    wrong = advice(plan, signal, _protected(plan)) if signal else []
     if arguments.json:
         found = {
             "plan": json.loads(plan.to_json()),
@@ -160,8 +162,8 @@ def _check(arguments: argparse.Namespace) -> int:
         found |= bound
         if terms and _asked(plan, terms):
             found["expected_errors"] = expected_errors(plan, terms)
-        if terms and (signal := _signal(plan, terms, counts.summed)):
-            found["signal"] = asdict(signal) | {"advice": advice(plan, signal, _protected(plan))}
+        if signal:
+            found["signal"] = asdict(signal) | {"advice": wrong}
         print(json.dumps(found | (_privacy(plan, terms) if terms else {})))
         return 0
     console = PipedConsole()
@@ -170,15 +172,14 @@ def _check(arguments: argparse.Namespace) -> int:
     sections: list[Iterable[tuple[str, str]]] = [counted, _of_round(plan, estimate), bound_rows(plan, bound)]
     sections += [_of_secure_sum(plan, secure)] if secure else []
     sections += [privacy_rows(plan, terms)] if terms else []
-    sections += [signal_rows(plan, _signal(plan, terms, counts.summed))] if terms else []
+    sections += [signal_rows(plan, signal)] if terms else []
     _print_cost(console, plan, sections)
     if terms and _asked(plan, terms):
         console.print(_of_answer(plan, terms))
     if not_used:
         console.say(f"records of the sites: {not_used}", "bold yellow")
-    if terms and (signal := _signal(plan, terms, counts.summed)):
-        for text in advice(plan, signal, _protected(plan)):
-            console.say(text, "bold yellow")
+    for text in wrong:
+        console.say(text, "bold yellow")
     return 0
 
 

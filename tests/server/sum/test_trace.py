@@ -287,17 +287,23 @@ class Journalled:
         """Nothing."""
 
 
-def test_rounds_are_whole_again_after_some_that_are_not_spoiled(tmp_path: Path) -> None:
-    lying = federation(tmp_path, "run.rounds=8")
+def spoil_round_1(monkeypatch: pytest.MonkeyPatch, federation: Federation) -> None:
+    """The sums of round 1 do not fit their sketches."""
     lies = [True]
 
     def before(_site: str, request: Request) -> None:
         lies[0] = about(request) == 1
 
-    lying.channel.before = before
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
-        events = go(lying, tmp_path)
+    federation.channel.before = before
+    monkeypatch.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
+
+
+def test_rounds_are_whole_again_after_some_that_are_not_spoiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying = federation(tmp_path, "run.rounds=8")
+    spoil_round_1(monkeypatch, lying)
+    events = go(lying, tmp_path)
     assert [event.round for event in of(events, Traced)] == [2, 3, 4, 5]
     assert [event.sites for event in of(events, RoundDone)] == [9] * 7
 
@@ -307,6 +313,22 @@ def test_a_round_whose_groups_are_all_lost_counts(tmp_path: Path, monkeypatch: p
     lying = federation(tmp_path, "cohort.attempts=2", "run.rounds=7")
     monkeypatch.setattr(Sketches, "check_sum", refuse)
     with raises(SpoiledError, "round 3"):
+        go(lying, tmp_path)
+
+
+def test_a_spoiled_round_in_which_a_site_is_named_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later rounds are without that site."""
+    lying = federation(tmp_path, "cohort.attempts=2", "run.rounds=7")
+    monkeypatch.setattr(Sketches, "check_sum", refuse)
+
+    def named(party: Party, number: int) -> None:
+        if number == 2:
+            party.left_out[lying.names[0]] = "named"
+
+    monkeypatch.setattr(trace, "leave_out", named)
+    with raises(SpoiledError, "round 4"):
         go(lying, tmp_path)
 
 
@@ -350,36 +372,25 @@ def test_no_site_uses_what_it_carries_after_a_divided_round(
     """The groups of a round may have been told different things."""
     few = ["aggregation.ring_bits=8", "aggregation.compression={}", "run.rounds=5"]
     lying = federation(tmp_path, *few)
-    Liar(monkeypatch, lying, 0, honest=True)
-    lies = [True]
-    monkeypatch.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
-
-    def before(_site: str, request: Request) -> None:
-        lies[0] = about(request) == 1
-
-    lying.channel.before = before
+    spoil_round_1(monkeypatch, lying)
     events = go(lying, tmp_path)
     assert [event.sites for event in of(events, RoundDone)] == [9] * 4
     with RunFolder.reopen(tmp_path / "run") as folder, Journal(folder.journal) as journal:
         assert [journal.of("done", number)[0].detail["behind"] for number in range(2, 6)] == [True] * 4
 
 
-def test_a_site_that_keeps_its_sketch_costs_its_group_nothing(tmp_path: Path) -> None:
+def test_a_site_that_keeps_its_sketch_costs_its_group_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as those that send theirs are as many as must finish."""
     lying = federation(tmp_path, "run.rounds=2")
-    lies = [True]
     name = lying.names[3]
     lying.channel.down = lambda site, step, request: (
         site == name and step == "confirm" and about(request) == 2
     )
 
-    def before(_site: str, request: Request) -> None:
-        lies[0] = about(request) == 1
-
-    lying.channel.before = before
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Sketches, "check_sum", lambda *_: refuse(*_) if lies[0] else None)
-        events = go(lying, tmp_path)
+    spoil_round_1(monkeypatch, lying)
+    events = go(lying, tmp_path)
     assert [(event.round, event.attempts, event.sites) for event in of(events, RoundDone)] == [(2, 1, 9)]
 
 
